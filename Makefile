@@ -1,0 +1,31 @@
+# Everything runs from .venv, which `make install` creates; every target below makes it first when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test check bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/sky_trainer demo $(ARGS)
+
+test: install
+	$(BIN)/python -m pytest $(ARGS)
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: install
+	for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS) || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache

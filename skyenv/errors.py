@@ -1,0 +1,87 @@
+"""The error tree, and the one place that turns foreign exceptions into it.
+
+A bad rollout is data: a failing command, a timeout, a malformed tool call are results that the model sees. Only
+infrastructure raises, and what it raises is one of these types, so that a failure can be recorded by kind::
+
+    SkyEnvError
+     +- SandboxError          infrastructure: recorded, masked, may be retried with a fresh sandbox
+     |   +- SandboxUnavailable    no sandbox to be had now; `retry_after` seconds
+     |   +- SandboxLost           it existed and is gone
+     |   +- SandboxProtocolError  client and node do not understand each other
+     +- EngineError           the inference server failed (a full context is a StopReason, not an error)
+     +- EnvError              a bug of an environment's or a tool's author
+     +- RewardError           the grader failed (not: the tests failed)
+     +- ConfigError           the user's configuration, file or task row is wrong; also a ValueError
+     +- ResetNeeded           contract misuse: step before reset
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class SkyEnvError(Exception):
+    """Root of every error that skyenv raises on purpose."""
+
+
+class SandboxError(SkyEnvError):
+    """Sandbox infrastructure failed; the trajectory is masked and may be retried with a fresh sandbox."""
+
+
+class SandboxUnavailable(SandboxError):
+    """No sandbox can be had now. `retry_after` says in how many seconds to try again (None: unknown)."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class SandboxLost(SandboxError):
+    """The sandbox existed and is gone: killed, out of memory, or its lease ran out."""
+
+
+class SandboxProtocolError(SandboxError):
+    """Client and node server do not understand each other."""
+
+
+class SandboxPathError(SkyEnvError, OSError):
+    """A path inside the sandbox cannot be read or written; an ordinary result for a tool, `errno` is set."""
+
+
+class SandboxConflict(SandboxPathError):
+    """A compare-and-swap write found other content than expected."""
+
+
+class EngineError(SkyEnvError):
+    """The inference server failed or answered nonsense."""
+
+
+class EnvError(SkyEnvError):
+    """An environment or a tool raised: its author's bug."""
+
+
+class RewardError(SkyEnvError):
+    """The grader itself failed, as opposed to the graded work."""
+
+
+class ConfigError(SkyEnvError, ValueError):
+    """The user's configuration, file or task row is wrong; the message names the field and the fix."""
+
+
+class ResetNeeded(SkyEnvError):
+    """`step` was called before `reset`, or after the episode ended."""
+
+
+@contextmanager
+def boundary(kind: type[SkyEnvError], what: str) -> Iterator[None]:
+    """Turn any foreign exception raised inside the block into `kind`; our own errors pass unchanged.
+
+    Cancellation is not an `Exception` and passes too.
+    """
+    try:
+        yield
+    except SkyEnvError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error
