@@ -137,9 +137,7 @@ class StopReason(StrEnum):
         return self in _FAILURES
 
 
-_FAILURES = frozenset(
-    {StopReason.SANDBOX_ERROR, StopReason.ENGINE_ERROR, StopReason.TOOL_BUG, StopReason.EVAL_ERROR}
-)
+_FAILURES = frozenset({StopReason.SANDBOX_ERROR, StopReason.ENGINE_ERROR, StopReason.TOOL_BUG, StopReason.EVAL_ERROR})
 
 StopPolicy = Literal["keep", "mask", "zero", "penalty"]
 
@@ -195,9 +193,7 @@ class Segment:
             raise ValueError(
                 f"unequal lengths: {len(self.token_ids)} ids, {len(self.loss_mask)} mask, {len(self.logprobs)} logprobs"
             )
-        for i, (token, mask, logprob) in enumerate(
-            zip(self.token_ids, self.loss_mask, self.logprobs, strict=True)
-        ):
+        for i, (token, mask, logprob) in enumerate(zip(self.token_ids, self.loss_mask, self.logprobs, strict=True)):
             if mask not in (0, 1):
                 raise ValueError(f"loss_mask[{i}] is {mask!r}, not 0 or 1")
             if mask and not (math.isfinite(logprob) and logprob <= 1e-4):
@@ -273,6 +269,6 @@ class TrajectoryGroup:
     trajectories: list[Trajectory]
 
     @property
-    def rewards_G(self) -> list[float | None]:  # noqa: N802
+    def rewards_G(self) -> list[float | None]:
         """Reward of each sibling; None where it failed."""
         return [t.reward for t in self.trajectories]
