@@ -8,6 +8,7 @@ infrastructure raises, and what it raises is one of these types, so that a failu
      |   +- SandboxUnavailable    no sandbox to be had now; `retry_after` seconds
      |   +- SandboxLost           it existed and is gone
      |   +- SandboxProtocolError  client and node do not understand each other
+     +- SourceUnavailable     the files of a task cannot be fetched now
      +- EngineError           the inference server failed (a full context is a StopReason, not an error)
      +- EnvError              a bug of an environment's or a tool's author
      +- RewardError           the grader failed (not: the tests failed)
@@ -51,6 +52,10 @@ class SandboxPathError(SkyEnvError, OSError):
 
 class SandboxConflict(SandboxPathError):
     """A compare-and-swap write found other content than expected."""
+
+
+class SourceUnavailable(SkyEnvError):
+    """The files of a task cannot be fetched now: not cached, and the index or repository is out of reach."""
 
 
 class EngineError(SkyEnvError):

@@ -1,0 +1,1 @@
+"""Environments; each subpackage is one family."""

@@ -1,0 +1,1 @@
+"""Repository repair: tasks, their sources, and hidden tests that grade a patch."""
