@@ -1,0 +1,151 @@
+"""Checks a tool call's arguments against the tool's schema, and turns what models write into the types it names.
+
+A small subset of JSON schema is read: `type` (one name), `enum`, `items` of arrays, `required`; unknown keys are
+refused. Every message is a function of the input alone, because rollouts of one group are compared. Checking is
+idempotent: arguments that passed pass again unchanged.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from skyenv.types import ToolSpec
+
+_INTEGER = re.compile(r"[+-]?\d{1,18}(?:\.0*)?")
+_NUMBER = re.compile(r"[+-]?(?:\d{1,18}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
+_INTEGER_LIST = re.compile(r"[(\[]?\s*(-?\d{1,18}(?:\s*,\s*-?\d{1,18})+)\s*,?\s*[)\]]?")
+_IGNORED = frozenset({"security_risk"})
+_ARTICLES = {"integer": "an integer", "array": "an array", "object": "an object"}
+
+
+def check_arguments(spec: ToolSpec, arguments: object) -> dict[str, Any] | str:
+    """Return the arguments with the types of the schema, or the text of an error for the model.
+
+    Booleans may be strings in any case, integers may be `"5"` or `5.0`, arrays and objects may be JSON text, null
+    counts as absent. `security_risk` is dropped unless the tool declares it.
+    """
+    if not isinstance(arguments, Mapping):
+        return f"The arguments of tool '{spec.name}' must be an object with named parameters."
+    properties: Mapping[str, Mapping[str, Any]] = spec.parameters.get("properties", {})
+    given = {
+        str(name): value
+        for name, value in arguments.items()
+        if value is not None and (name in properties or name not in _IGNORED)
+    }
+    if unknown := sorted(set(given) - set(properties)):
+        allowed = ", ".join(sorted(properties)) or "none"
+        return f"Tool '{spec.name}' has no parameter named {_names(unknown)}. Its parameters: {allowed}."
+    if missing := sorted(set(spec.parameters.get("required", ())) - set(given)):
+        return f"Tool '{spec.name}' needs the parameter {_names(missing)}, which is missing."
+    checked: dict[str, Any] = {}
+    for name, value in given.items():
+        try:
+            checked[name] = _coerce(value, properties[name])
+        except ValueError as error:
+            return f"Parameter '{name}' of tool '{spec.name}' must be {error}; got {_show(value)}."
+    return checked
+
+
+def _coerce(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Raises ValueError whose text completes the sentence "must be ..."."""
+    kind = schema.get("type")
+    if kind in _COERCERS:
+        value = _COERCERS[kind](value, schema)
+    if "enum" in schema and value not in schema["enum"]:
+        raise ValueError("one of " + ", ".join(sorted(map(str, schema["enum"]))))
+    return value
+
+
+def _string(value: Any, _: Mapping[str, Any]) -> str:
+    if not isinstance(value, str):
+        raise ValueError("a string")
+    if any("\ud800" <= char <= "\udfff" for char in value) if not value.isascii() else False:
+        raise ValueError("valid Unicode text, without lone surrogates")
+    return value
+
+
+def _integer(value: Any, _: Mapping[str, Any]) -> int:
+    if isinstance(value, str) and _INTEGER.fullmatch(value.strip()):
+        return int(value.strip().partition(".")[0])
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError("an integer")
+    return value
+
+
+def _number(value: Any, _: Mapping[str, Any]) -> float:
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        value = float(value.strip())
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError("a finite number")
+    return number
+
+
+def _boolean(value: Any, _: Mapping[str, Any]) -> bool:
+    if isinstance(value, str) and value.strip().lower() in ("true", "false"):
+        return value.strip().lower() == "true"
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _array(value: Any, schema: Mapping[str, Any]) -> list[Any]:
+    if isinstance(value, str):
+        bare = _INTEGER_LIST.fullmatch(value.strip())
+        value = parse_json(f"[{bare[1]}]" if bare else value, "an array")
+    if not isinstance(value, list | tuple):
+        raise ValueError("an array")
+    items = schema.get("items", {})
+    try:
+        return [_coerce(item, items) for item in value]
+    except ValueError as error:
+        raise ValueError(f"an array whose items are each {error}") from error
+
+
+def _object(value: Any, _: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = parse_json(value, "an object")
+    if not isinstance(value, Mapping):
+        raise ValueError("an object")
+    return dict(value)
+
+
+_COERCERS = {
+    "string": _string,
+    "integer": _integer,
+    "number": _number,
+    "boolean": _boolean,
+    "array": _array,
+    "object": _object,
+}
+
+
+def parse_json(text: str, what: str) -> Any:
+    """Read JSON text whose strings may hold raw newlines. Raises ValueError(`what`) and nothing else."""
+    try:
+        return json.loads(text, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(what) from error
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(f"'{name[:80]}'" for name in names)
+
+
+def _show(value: Any) -> str:
+    try:
+        text = json.dumps(value, default=str)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 120 else text[:117] + "..."
