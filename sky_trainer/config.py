@@ -1,0 +1,311 @@
+"""A training run as data: YAML and command line in, frozen dataclasses out, every mistake named with its fix.
+
+`Config` is the only source of defaults. A value comes from the class, then the YAML file, then `--section.key value`;
+what a run resolved to is written into its directory. Keys that TRL owns pass through `grpo:` and are checked against
+`GRPOConfig` by `sky_trainer.grpo`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from skyenv.errors import ConfigError
+
+STOP_POLICIES = ("keep", "mask", "zero", "penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """`path`: a directory or hub name of a causal LM, or `tiny` to make one here (`hidden`, `layers`, `vocab`)."""
+
+    path: str = "tiny"
+    dtype: str = "float32"
+    hidden: int = 128
+    layers: int = 2
+    vocab: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TasksConfig:
+    """Which tasks: a set's name or path, then only these ids (empty: all), this level, at most `limit`."""
+
+    source: str = "builtin"
+    ids: tuple[str, ...] = ()
+    level: int | None = None
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EnvConfig:
+    """The environment's id and its keyword arguments, beside `tasks` and `sandbox`."""
+
+    id: str = "SkyRL/SWE-v0"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxConfig:
+    """Where sandboxes come from: a node server's URL, or none for one in this process."""
+
+    url: str | None = None
+    token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutConfig:
+    """How trajectories are made. Seconds and tokens; one optimizer step trains on groups_per_step x group_size.
+
+    `concurrency` bounds live sandboxes, `eval_concurrency` gradings at a time. `stop_policy` says for a stop reason
+    whether its sample is kept, masked, set to zero or penalised.
+    """
+
+    format: str = "hermes"
+    group_size: int = 8
+    groups_per_step: int = 4
+    temperature: float = 1.0
+    max_turns: int = 30
+    max_tokens_per_turn: int = 1024
+    max_context: int = 16384
+    wall_clock: float = 1800.0
+    concurrency: int = 32
+    eval_concurrency: int = 8
+    segments: Literal["refuse", "last"] = "refuse"
+    stop_policy: Mapping[str, str] = field(default_factory=dict)
+    progress_seconds: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartConfig:
+    """Supervised steps on scripted experts before GRPO; 0 steps: none. `expert_rate`: share of right edits."""
+
+    steps: int = 0
+    batch_size: int = 16
+    learning_rate: float = 2e-3
+    expert_rate: float = 0.33
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole run, written to the directory `out`. `micro_batch` rows go through the model at once; `cpu_threads` 0
+    leaves torch's own choice; `resume` goes on from the newest checkpoint in `out`.
+    """
+
+    out: str = "runs/run"
+    seed: int = 0
+    steps: int = 100
+    save_every: int = 20
+    micro_batch: int = 8
+    cpu_threads: int = 0
+    resume: bool = True
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    env: EnvConfig = field(default_factory=EnvConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    grpo: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run writes."""
+        return Path(self.out)
+
+    @property
+    def rows_per_step(self) -> int:
+        """Trajectories that one optimizer step trains on."""
+        return self.rollout.group_size * self.rollout.groups_per_step
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a YAML file and apply `--key value` words. Raises ConfigError naming the field and the fix."""
+    return from_mapping(with_overrides(read_yaml(path), overrides))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a mapping from a YAML file; ConfigError when it cannot be read or is something else."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds a {type(data).__name__}; write a mapping such as `steps: 100`")
+    return data
+
+
+def with_overrides(data: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Lay `--key value`, `--section.key value` and `--key=value` words over `data`; values are read as YAML."""
+    merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
+    rest = list(words)
+    while rest:
+        key, value = _next_override(rest)
+        *sections, leaf = key.split(".")
+        target = merged
+        for section in sections:
+            below = target.setdefault(section, {})
+            if not isinstance(below, dict):
+                raise ConfigError(f"--{key}: {section} is {below!r}, not a section")
+            target = below
+        try:
+            target[leaf] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--{key} {value}: not valid YAML") from error
+    return merged
+
+
+def _next_override(words: list[str]) -> tuple[str, str]:
+    word = words.pop(0)
+    if not word.startswith("--") or word == "--":
+        raise ConfigError(f"unexpected argument {word!r}; overrides are written --key value")
+    key, equals, value = word[2:].partition("=")
+    if equals:
+        return key, value
+    if not words:
+        raise ConfigError(f"--{key} needs a value")
+    return key, words.pop(0)
+
+
+def from_mapping(data: Mapping[str, Any]) -> Config:
+    """Build and check a Config from nested mappings. Raises ConfigError naming the field and the fix."""
+    config: Config = _build(Config, data, "")
+    _check(config)
+    return config
+
+
+def to_mapping(config: Config) -> dict[str, Any]:
+    """The nested plain values of a config: what `from_mapping` takes."""
+    return {
+        key: {k: list(v) if isinstance(v, tuple) else v for k, v in value.items()} if isinstance(value, dict) else value
+        for key, value in dataclasses.asdict(config).items()
+    }
+
+
+def write(config: Config, path: Path) -> None:
+    """Write the resolved config as YAML, without the sandbox token."""
+    data = to_mapping(config)
+    data["sandbox"]["token"] = None
+    path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+
+
+def _check(config: Config) -> None:
+    rollout = config.rollout
+    at_least = {
+        "steps": (config.steps, 1),
+        "save_every": (config.save_every, 1),
+        "micro_batch": (config.micro_batch, 1),
+        "rollout.group_size": (rollout.group_size, 2),
+        "rollout.groups_per_step": (rollout.groups_per_step, 1),
+        "rollout.max_turns": (rollout.max_turns, 1),
+        "rollout.max_tokens_per_turn": (rollout.max_tokens_per_turn, 1),
+        "rollout.concurrency": (rollout.concurrency, 1),
+        "rollout.eval_concurrency": (rollout.eval_concurrency, 1),
+        "warm_start.steps": (config.warm_start.steps, 0),
+        "warm_start.batch_size": (config.warm_start.batch_size, 1),
+    }
+    for key, (value, least) in at_least.items():
+        if value < least:
+            raise ConfigError(f"{key} is {value}; it must be at least {least}")
+    if rollout.temperature <= 0:
+        raise ConfigError(f"rollout.temperature is {rollout.temperature}; training needs a positive one, usually 1.0")
+    if config.rows_per_step % config.micro_batch:
+        raise ConfigError(
+            f"micro_batch is {config.micro_batch}, which does not divide the {config.rows_per_step} rows of a step"
+            " (rollout.group_size x rollout.groups_per_step)"
+        )
+    for reason, policy in rollout.stop_policy.items():
+        if policy not in STOP_POLICIES:
+            raise ConfigError(
+                f"rollout.stop_policy.{reason} is {policy!r}; it must be one of {', '.join(STOP_POLICIES)}"
+            )
+
+
+def _build(kind: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for key, value in data.items():
+        if key not in hints:
+            raise ConfigError(unknown_key(f"{prefix}{key}", every_key()))
+        values[key] = _convert(hints[key], value, f"{prefix}{key}")
+    return kind(**values)
+
+
+def every_key() -> list[str]:
+    """All dotted keys, sections included."""
+    keys = []
+    for name, hint in typing.get_type_hints(Config).items():
+        keys.append(name)
+        if dataclasses.is_dataclass(hint):
+            keys += [f"{name}.{item.name}" for item in dataclasses.fields(hint)]
+    return keys
+
+
+def unknown_key(key: str, known: Sequence[str]) -> str:
+    """The message for a key that does not exist, naming the nearest that does."""
+    leaf = key.rpartition(".")[2]
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    near = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:
+        near = [n for n in known if difflib.get_close_matches(leaf, [n.rpartition(".")[2]], cutoff=0.6)][:1]
+    return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def _convert(hint: Any, value: Any, key: str) -> Any:
+    """`value` as the annotated type, or ConfigError naming the key and what it takes."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key} is a section; write its keys below it, not {value!r}")
+        return _build(hint, value, f"{key}.")
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return None if value is None else _convert(arguments[0], value, key)
+    if origin is Literal:
+        if value not in arguments:
+            raise ConfigError(f"{key} is {value!r}; it must be one of {', '.join(map(str, arguments))}")
+        return value
+    if origin is tuple:
+        words = value.split(",") if isinstance(value, str) else value
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ConfigError(f"{key} is {value!r}; write a list of strings")
+        return tuple(words)
+    if origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise ConfigError(f"{key} is {value!r}; write a mapping of keys to values")
+        return dict(value)
+    return _scalar(hint, value, key)
+
+
+def _scalar(hint: type[Any], value: Any, key: str) -> Any:
+    if hint is float:
+        number = as_float(value)
+        if number is None:
+            raise ConfigError(f"{key} is {value!r}; write a number such as 0.5")
+        return number
+    if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ConfigError(f"{key} is {value!r}; write a whole number such as 8")
+    if hint is bool and not isinstance(value, bool):
+        raise ConfigError(f"{key} is {value!r}; write true or false")
+    if hint is str and not isinstance(value, str):
+        raise ConfigError(f"{key} is {value!r}; write text, in quotes where it looks like a number")
+    return value
+
+
+def as_float(value: Any) -> float | None:
+    """A number, also written like `1e-4`, which YAML takes for text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None

@@ -1,0 +1,245 @@
+"""GRPO on TRL with our rollouts: the only module that imports trl.
+
+TRL keeps what it does well: losses, advantages, importance-sampling correction, KL, distribution, checkpoints. Ours is
+what goes in: groups of trajectories from the pipeline, made on rank 0, validated as rows, scattered to the ranks.
+
+TRL applies its sampler/trainer correction only when `use_vllm` is set, so the flag is set after construction, with
+our `WeightSync` behind the object that TRL asks to sync. Private names of TRL that this relies on, each covered by a
+test: `_generate_and_score_completions`, `use_vllm`, `vllm_generation`, `_last_loaded_step`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+from accelerate.utils import broadcast_object_list, gather_object
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from sky_trainer.batch import Row, RowRules, SegmentRule, columns, rows_from, summary
+from sky_trainer.config import Config, as_float, unknown_key
+from sky_trainer.weights import WeightSync
+from skyenv.errors import ConfigError, SkyEnvError
+from skyenv.types import TrajectoryGroup
+
+Collect = Callable[[Sequence[Any], int], list[TrajectoryGroup]]
+"""Tasks and group size in, whole groups in the tasks' order out; blocks."""
+
+OWNED = {
+    "output_dir": "out",
+    "seed": "seed",
+    "max_steps": "steps",
+    "save_steps": "save_every",
+    "num_generations": "rollout.group_size",
+    "temperature": "rollout.temperature",
+    "per_device_train_batch_size": "micro_batch",
+    "gradient_accumulation_steps": "micro_batch and rollout.groups_per_step",
+    "generation_batch_size": "rollout.groups_per_step",
+    "use_vllm": "nothing: generation goes through the pipeline's engine",
+    "mask_truncated_completions": "rollout.stop_policy",
+    "remove_unused_columns": "nothing",
+}
+
+
+def grpo_config(config: Config, world_size: int = 1) -> GRPOConfig:
+    """TRL's configuration of a run. Raises ConfigError for a key under `grpo:` that is unknown, ours or ill-typed."""
+    per_step, micro = config.rows_per_step, config.micro_batch * world_size
+    if per_step % micro:
+        raise ConfigError(
+            f"{per_step} rows a step do not divide into micro_batch {config.micro_batch} x {world_size} processes"
+        )
+    values = {
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "learning_rate": 1e-6,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "scale_rewards": "none",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_completion_length": config.rollout.max_context,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "save_total_limit": 2,
+        **checked_options(config.grpo),
+        "output_dir": str(config.run_dir),
+        "seed": config.seed,
+        "max_steps": config.steps,
+        "save_steps": config.save_every,
+        "num_generations": config.rollout.group_size,
+        "temperature": config.rollout.temperature,
+        "per_device_train_batch_size": config.micro_batch,
+        "gradient_accumulation_steps": per_step // micro,
+        "mask_truncated_completions": False,
+        "remove_unused_columns": False,
+    }
+    try:
+        return GRPOConfig(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"grpo: {' '.join(str(error).split())}") from error
+
+
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The `grpo:` mapping with numbers as numbers; ConfigError for a key that is unknown or set elsewhere."""
+    fields = {item.name: item for item in dataclasses.fields(GRPOConfig) if item.init}
+    checked = {}
+    for key, value in options.items():
+        if key in OWNED:
+            raise ConfigError(f"grpo.{key} is set by {OWNED[key]}")
+        if key not in fields:
+            raise ConfigError(unknown_key(f"grpo.{key}", [f"grpo.{name}" for name in fields if name not in OWNED]))
+        checked[key] = _typed(f"grpo.{key}", fields[key].default, value)
+    return checked
+
+
+def _typed(key: str, default: Any, value: Any) -> Any:
+    """`value` checked against the type of TRL's default, where there is one."""
+    number = as_float(value)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}; write true or false")
+    elif isinstance(default, int | float):
+        if number is None:
+            raise ConfigError(f"{key} is {value!r}; write a number")
+        return int(number) if isinstance(default, int) and number.is_integer() else number
+    elif isinstance(default, str) and not isinstance(value, str):
+        raise ConfigError(f"{key} is {value!r}; write text")
+    elif isinstance(value, str) and number is not None:
+        return number
+    return value
+
+
+def task_reward(env_reward: list[float | None], **_: Any) -> list[float | None]:
+    """The environments' own rewards; None leaves a row out of its group."""
+    return env_reward
+
+
+class _Sync:
+    """What TRL takes for its vLLM client: it asks to sync before the first rollouts after each optimizer step."""
+
+    def __init__(self, trainer: SkyGRPOTrainer, weights: WeightSync) -> None:
+        self._trainer = trainer
+        self._weights = weights
+
+    def sync_weights(self) -> None:
+        self._weights.push(self._trainer.state.global_step)
+
+
+class SkyGRPOTrainer(GRPOTrainer):
+    """`trl.GRPOTrainer` whose rollouts are our trajectories.
+
+    `collect` runs whole groups of tasks and blocks; it is called on rank 0 only, and `weights.push` on every rank
+    before it whenever an optimizer step was taken. `processing_class` supplies eos and padding; ids pass unchanged
+    from the trajectories into the batch. Neither the model nor what `collect` drives is closed here.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        args: GRPOConfig,
+        tasks: Sequence[Any],
+        collect: Collect,
+        weights: WeightSync,
+        processing_class: PreTrainedTokenizerBase,
+        segments: SegmentRule = "refuse",
+        callbacks: list[TrainerCallback] | None = None,
+        **options: Any,
+    ) -> None:
+        if not tasks:
+            raise ConfigError("there are no tasks to train on; check tasks.source, tasks.ids and tasks.level")
+        if args.mask_truncated_completions:
+            raise ConfigError("mask_truncated_completions hides rows from attention; use the pipeline's stop_policy")
+        if args.beta and not getattr(model.config, "_name_or_path", ""):
+            raise ConfigError("grpo.beta above 0 needs a model that was loaded from a path, to load the reference from")
+        self._tasks = list(tasks)
+        self._collect = collect
+        self._pending: list[int] = []
+        self._rollout_numbers: dict[str, list[float]] = defaultdict(list)
+        super().__init__(
+            model=model,
+            reward_funcs=task_reward,
+            args=args,
+            train_dataset=task_dataset(tasks, args),
+            processing_class=processing_class,
+            rollout_func=self._rollout,
+            callbacks=callbacks,
+            **options,
+        )
+        self.remove_callback(PrinterCallback)
+        self._rules = RowRules(self._tokenizer.eos_token_id, model.config.vocab_size, segments)
+        self.use_vllm = True
+        self.vllm_generation: Any = _Sync(self, weights)
+        self._last_loaded_step = -1
+
+    @property
+    def _training(self) -> bool:
+        return bool(self.model is not None and self.model.training)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        self._pending = [row["task_index"] for row in inputs]
+        return super()._generate_and_score_completions(inputs)
+
+    def _rollout(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        """TRL's `rollout_func`: one row for each prompt of this rank, in order; groups are whole over the ranks."""
+        size = (self.num_generations if self._training else self.num_generations_eval) or 1
+        indices: list[int] = gather_object(self._pending)
+        rows: list[Row] = []
+        failure: SkyEnvError | None = None
+        if self.accelerator.is_main_process:
+            try:
+                rows = self._make_rows(indices, size)
+            except SkyEnvError as error:
+                failure = error
+        if self.accelerator.num_processes > 1:
+            rows, failure = broadcast_object_list([rows, failure])
+        if failure is not None:
+            raise failure
+        start = self.accelerator.process_index * len(prompts)
+        return columns(rows[start : start + len(prompts)])
+
+    def _make_rows(self, indices: Sequence[int], size: int) -> list[Row]:
+        tasks = [self._tasks[index] for index in indices[::size]]
+        if any(indices[i] != indices[i - i % size] for i in range(len(indices))):
+            raise SkyEnvError(f"the batch does not hold whole groups of {size}")
+        groups = self._collect(tasks, size)
+        rows = rows_from(groups, self._rules)
+        if len(rows) != len(indices):
+            raise SkyEnvError(f"{len(rows)} rows for {len(indices)} prompts")
+        for name, value in summary(groups).items():
+            self._rollout_numbers[name].append(value)
+        if all(not t.exact for g in groups for t in g.trajectories):
+            raise ConfigError("the engine returned no token ids for a whole batch; train with one that returns them")
+        return rows
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the rollouts' numbers since the last call to what TRL logs."""
+        prefix = "" if self._training else "eval_"
+        logs.update({f"{prefix}{name}": fmean(values) for name, values in self._rollout_numbers.items()})
+        self._rollout_numbers.clear()
+        super().log(logs, start_time)
+
+
+def task_dataset(tasks: Sequence[Any], args: GRPOConfig) -> Dataset:
+    """One row a task, repeated so that whole generation batches take every task equally often."""
+    assert args.generation_batch_size is not None
+    assert args.num_generations is not None
+    groups = args.generation_batch_size // args.num_generations
+    order = list(range(len(tasks))) * (groups // math.gcd(groups, len(tasks)))
+    return Dataset.from_list([{"prompt": tasks[i].task_id, "task_index": i} for i in order])
+
+
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run, if any."""
+    found = [path for path in run_dir.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)

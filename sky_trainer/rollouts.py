@@ -1,0 +1,76 @@
+"""Where the trainer's thread meets the pipeline's event loop: tasks in, whole groups of trajectories out.
+
+One portal thread lives for the whole run and owns everything asynchronous: sandboxes, engine, pipeline. The trainer's
+thread only waits on it, so an interrupt there cancels the rollouts and returns once they have cleaned up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio.from_thread import BlockingPortal
+
+from skyenv.errors import SkyEnvError
+from skyenv.types import Trajectory, TrajectoryGroup
+
+if TYPE_CHECKING:
+    from skyenv.vector.pipeline import RolloutPipeline
+
+T = TypeVar("T")
+
+
+class Rollouts:
+    """Blocking face of a pipeline for one thread. The portal and the pipeline belong to whoever opened them.
+
+    `on_trajectory` is called in the portal's thread for each trajectory as it ends: for files and live displays.
+    """
+
+    def __init__(
+        self,
+        portal: BlockingPortal,
+        pipeline: RolloutPipeline,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+    ) -> None:
+        self._portal = portal
+        self._pipeline = pipeline
+        self._on_trajectory = on_trajectory
+
+    def collect(self, tasks: Sequence[Any], group_size: int) -> list[TrajectoryGroup]:
+        """Run every task `group_size` times; groups in the order of `tasks`, siblings by sample index.
+
+        Raises SkyEnvError when the pipeline did not return every sample exactly once.
+        """
+        found = call(self._portal, self._drain, tasks, group_size)
+        return grouped(found, len(tasks), group_size)
+
+    async def _drain(self, tasks: Sequence[Any], group_size: int) -> list[Trajectory]:
+        found = []
+        async with self._pipeline.run(tasks, group_size=group_size) as run:
+            async for trajectory in run:
+                found.append(trajectory)
+                if self._on_trajectory is not None:
+                    self._on_trajectory(trajectory)
+        return found
+
+
+def call(portal: BlockingPortal, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """Run a coroutine function on the portal and wait; an interrupt of the wait cancels it."""
+    future = portal.start_task_soon(function, *arguments)
+    try:
+        return future.result()
+    finally:
+        future.cancel()
+
+
+def grouped(trajectories: Sequence[Trajectory], groups: int, group_size: int) -> list[TrajectoryGroup]:
+    """Sort trajectories into whole groups. SkyEnvError unless each (group, sample) is there exactly once."""
+    by_place = {(t.group_id, t.sample_index): t for t in trajectories}
+    wanted = [(group, sample) for group in range(groups) for sample in range(group_size)]
+    if len(trajectories) != len(wanted) or any(place not in by_place for place in wanted):
+        raise SkyEnvError(
+            f"the pipeline returned {len(trajectories)} trajectories for {groups} groups of {group_size};"
+            " each sample must come back exactly once"
+        )
+    rows = [[by_place[group, sample] for sample in range(group_size)] for group in range(groups)]
+    return [TrajectoryGroup(row[0].task_id, group, row) for group, row in enumerate(rows)]

@@ -1,0 +1,49 @@
+"""How an engine comes to sample from the weights that the trainer has now.
+
+The version of a policy is the number of optimizer steps behind it. Every completion carries the version it was
+sampled with, so that staleness is a fact in the record and not an assumption.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class WeightSync(Protocol):
+    """Brings the trainer's weights to where the engine samples from. Called from the trainer's thread only."""
+
+    @property
+    def version(self) -> int:
+        """Version that new completions are sampled with."""
+        ...
+
+    def push(self, version: int) -> None:
+        """Return once every later completion is sampled from the trainer's weights as they are now.
+
+        `version` never decreases. Raises `EngineError` when the engine could not be updated.
+        """
+        ...
+
+
+class VersionedEngine(Protocol):
+    """An engine in this process that writes `policy_version` on its completions."""
+
+    policy_version: int
+
+
+class SharedWeights:
+    """Trainer and engine hold the same module: nothing to copy, only the version to count."""
+
+    def __init__(self, engine: VersionedEngine) -> None:
+        self._engine = engine
+
+    @property
+    def version(self) -> int:
+        """Version that the engine writes on completions."""
+        return self._engine.policy_version
+
+    def push(self, version: int) -> None:
+        """Tell the engine which version its module holds now. ValueError when the version goes back."""
+        if version < self._engine.policy_version:
+            raise ValueError(f"policy version {version} after {self._engine.policy_version}")
+        self._engine.policy_version = version
