@@ -1,0 +1,99 @@
+"""`SkyRL/SWE-v0`: repair a repository with a shell and an editor until its hidden tests pass.
+
+The agent's sandbox holds the repository and the environment, never tests or ids. Grading reads the work tree from
+outside, frees that sandbox, and judges the patch in a clean one, so that one sandbox is held at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
+from typing import Any
+
+from skyenv.core import Reward, Sandbox, SandboxProvider
+from skyenv.envs.swe.environment import Environments, start_repository
+from skyenv.envs.swe.extraction import WorkTree
+from skyenv.envs.swe.grading import grade_work_tree, read_agent
+from skyenv.envs.swe.prompts import get_preset, task_messages
+from skyenv.envs.swe.tasks import SweTask, TaskSet, load_tasks
+from skyenv.envs.tool_env import ToolEnv
+from skyenv.errors import EnvError
+from skyenv.rewards import reward_function
+from skyenv.tools import default_tools
+from skyenv.types import Message, Trajectory
+
+OpenProvider = Callable[[], AbstractAsyncContextManager[SandboxProvider]]
+
+
+class SWEEnv(ToolEnv[SweTask]):
+    """One repository, one issue, hidden tests.
+
+    `tasks`: a set's name, a path, or a list. `sandbox`: an open provider, which stays its owner's, or a function that
+    opens one, which is entered by the first `areset` and left by `aclose`. `reward`: a name of `skyenv.rewards` or a
+    function. `prompt`: a preset of `prompts`. `aevaluate` returns the verdict of `grading`.
+    """
+
+    def __init__(
+        self,
+        tasks: TaskSet = "builtin",
+        sandbox: SandboxProvider | OpenProvider | None = None,
+        *,
+        reward: str | Reward = "outcome",
+        prompt: str = "codeact",
+        observation_max_chars: int = 16_000,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            load_tasks(tasks),
+            partial(default_tools, observation_max_chars=observation_max_chars),
+            observation_max_chars=observation_max_chars,
+            **options,
+        )
+        self._reward = reward_function(reward)
+        self._preset = get_preset(prompt)
+        self._sandbox = sandbox
+        self._connection = AsyncExitStack()
+        self._environments: Environments | None = None
+        self._left: WorkTree | None = None
+
+    def instructions(self, task: SweTask) -> tuple[Message, ...]:
+        """The issue, under the chosen preset."""
+        return task_messages(task, self._preset)
+
+    async def begin(self, task: SweTask, resources: AsyncExitStack) -> Sandbox:
+        """A sandbox with the environment, the repository with one commit, and the shell standing in it."""
+        self._left = None
+        environments = await self._connect()
+        box = await resources.enter_async_context(environments.open(task))
+        await start_repository(box, task.repo_path)
+        return box
+
+    async def grade(self, task: SweTask, sandbox: Sandbox | None) -> tuple[float | None, dict[str, Any]]:
+        """Read what was left, free the agent's sandbox, grade in a clean one."""
+        environments = await self._connect()
+        if self._left is None and sandbox is not None:
+            self._left = await read_agent(task, sandbox, environments)
+            await self.free()
+        if self._left is None:
+            raise EnvError("the agent's sandbox is gone and was never read")
+        verdict = await grade_work_tree(task, self._left, environments)
+        reward = self._reward(Trajectory(task.task_id, verdict=verdict))
+        return reward, verdict
+
+    async def aclose(self) -> None:
+        """Free the episode and leave the provider if it was opened here; idempotent."""
+        await super().aclose()
+        self._environments = None
+        connection, self._connection = self._connection, AsyncExitStack()
+        await connection.aclose()
+
+    async def _connect(self) -> Environments:
+        if self._environments is None:
+            provider = self._sandbox
+            if provider is None:
+                raise EnvError("SWEEnv needs a sandbox provider; skyenv.make and gym.make open one")
+            if callable(provider):
+                provider = await self._connection.enter_async_context(provider())
+            self._environments = Environments.of(provider)
+        return self._environments

@@ -1,0 +1,204 @@
+"""Sandboxes ready for a task: what its environment installs is prepared once per provider and frozen, then shared.
+
+A prepared snapshot is keyed by the environment alone (image, packages, set-up commands, variables), never by the task,
+and made once however many ask at the same time. Packages are wheels fetched on the host and installed without a
+network. A sandbox then gets the pristine source; `start_repository` makes it the agent's repository with one root
+commit. Nothing but the source ever enters an agent's sandbox: no row, no tests, no ids, no reference.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import shlex
+import tarfile
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import anyio
+from anyio import to_thread
+
+from skyenv.core import Sandbox, SandboxProvider
+from skyenv.envs.swe.sources import Tree, default_cache, fetch_tree, select, tree_to_tar
+from skyenv.envs.swe.tasks import Environment, SweTask
+from skyenv.envs.swe.wheels import THIS_PYTHON, fetch_wheels
+from skyenv.errors import ConfigError, SandboxError
+
+VENV = "/opt/skyenv/venv"
+SETUP_SECONDS = 1800.0
+_WHEELS = "/opt/skyenv/wheels"
+_INSTALLER = "pip==25.3"
+_TREES_KEPT = 128
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFiles:
+    """The pristine source of a task, also packed, and its graded test files."""
+
+    source: Tree
+    archive: bytes
+    tests: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """How to open a sandbox with an environment in it. `snapshot` None when there was nothing to prepare."""
+
+    snapshot: str | None
+    env: Mapping[str, str]
+
+
+class Environments:
+    """Prepared sandboxes of one provider; safe to share between concurrent tasks.
+
+    The provider is the caller's and outlives this. Snapshots stay with the provider until `aclose` or until the
+    provider itself goes.
+    """
+
+    def __init__(self, provider: SandboxProvider, *, cache: Path | None = None) -> None:
+        self.provider = provider
+        self.cache = cache or default_cache()
+        self._locks: dict[str, anyio.Lock] = {}
+        self._prepared: dict[str, _Prepared | ConfigError] = {}
+        self._files: OrderedDict[SweTask, TaskFiles] = OrderedDict()
+
+    @staticmethod
+    def of(provider: SandboxProvider) -> Environments:
+        """Return the one that all users of `provider` share, so that siblings pay for one preparation."""
+        found = _SHARED.get(provider)
+        if found is None:
+            found = _SHARED[provider] = Environments(provider)
+        return found
+
+    async def files(self, task: SweTask) -> TaskFiles:
+        """Return the files of `task`. ConfigError when they are wrong, `SourceUnavailable` when out of reach."""
+        if (found := self._files.get(task)) is not None:
+            self._files.move_to_end(task)
+            return found
+        source = await fetch_tree(task.source, base=task.base, cache=self.cache)
+        tests = await fetch_tree(task.tests.source, base=task.base, cache=self.cache)
+        if task.tests.paths:
+            tests = select(tests, task.tests.paths)
+        archive = await to_thread.run_sync(tree_to_tar, source)
+        self._files[task] = files = TaskFiles(source, archive, tests)
+        while len(self._files) > _TREES_KEPT:
+            self._files.popitem(last=False)
+        return files
+
+    @asynccontextmanager
+    async def open(self, task: SweTask, **spec: Any) -> AsyncIterator[Sandbox]:
+        """Open a sandbox with the environment and the pristine source of `task`, and no repository.
+
+        Raises SandboxError; ConfigError when the set-up of the environment fails.
+        """
+        files = await self.files(task)
+        prepared = await self._prepare(task.environment)
+        async with self.provider.sandbox(
+            task.environment.image, snapshot=prepared.snapshot, env=prepared.env, **spec
+        ) as box:
+            await box.upload(task.repo_path, files.archive)
+            yield box
+
+    async def aclose(self) -> None:
+        """Delete the snapshots; idempotent."""
+        prepared, self._prepared = self._prepared, {}
+        for item in prepared.values():
+            if isinstance(item, _Prepared) and item.snapshot is not None:
+                await self.provider.delete_snapshot(item.snapshot)
+
+    async def _prepare(self, environment: Environment) -> _Prepared:
+        """Prepare once; a wrong row fails at once from then on, an infrastructure failure is tried again."""
+        key = environment.key
+        async with self._locks.setdefault(key, anyio.Lock()):
+            found = self._prepared.get(key)
+            if found is None:
+                try:
+                    found = await self._build(environment)
+                except ConfigError as error:
+                    found = error
+                self._prepared[key] = found
+        if isinstance(found, ConfigError):
+            raise found
+        return found
+
+    async def _build(self, environment: Environment) -> _Prepared:
+        if not environment.packages and not environment.setup:
+            return _Prepared(None, dict(environment.env))
+        wheels = await self._wheels(environment)
+        async with self.provider.sandbox(environment.image, env=dict(environment.env)) as box:
+            env = dict(environment.env)
+            if wheels:
+                await _install(box, environment, wheels)
+                path = (await box.exec('printf %s "$PATH"')).output
+                env |= {"PATH": f"{VENV}/bin:{env.get('PATH', path)}", "VIRTUAL_ENV": VENV}
+                await box.exec(f"export PATH={shlex.quote(env['PATH'])} VIRTUAL_ENV={VENV}")
+            for command in environment.setup:
+                await _run(box, command, f"environment.setup: {command!r}")
+            await box.kill_processes()
+            _log.info("prepared an environment with %d packages", len(environment.packages))
+            return _Prepared(await box.snapshot(), env)
+
+    async def _wheels(self, environment: Environment) -> list[Path]:
+        if not environment.packages:
+            return []
+        python = environment.python or THIS_PYTHON
+        wanted = await fetch_wheels(environment.packages, cache=self.cache, python=python)
+        installer = await fetch_wheels([_INSTALLER], cache=self.cache, python=python)
+        return [*installer, *(wheel for wheel in wanted if not wheel.name.startswith("pip-"))]
+
+
+_SHARED: WeakKeyDictionary[SandboxProvider, Environments] = WeakKeyDictionary()
+# Keyed by the provider because whoever makes an environment for each trajectory hands over nothing else.
+
+
+async def _install(box: Sandbox, environment: Environment, wheels: list[Path]) -> None:
+    """Make the virtual environment; the first wheel is the installer and is not installed itself."""
+    await box.upload(_WHEELS, await to_thread.run_sync(partial(_pack, wheels)))
+    names = " ".join(shlex.quote(f"{_WHEELS}/{wheel.name}") for wheel in wheels[1:])
+    installer = shlex.quote(f"{_WHEELS}/{wheels[0].name}")
+    what = f"environment.packages: {', '.join(environment.packages)}"
+    python = f"python{environment.python or THIS_PYTHON}"
+    await _run(box, f"{python} -m venv --without-pip {VENV}", what)
+    await _run(box, f"PYTHONPATH={installer} {VENV}/bin/python -m pip install -q --no-index --no-deps {names}", what)
+    await _run(box, f"rm -rf {_WHEELS}", what)
+
+
+def _pack(wheels: list[Path]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for wheel in wheels:
+            archive.add(wheel, wheel.name)
+    return buffer.getvalue()
+
+
+async def _run(box: Sandbox, command: str, what: str) -> None:
+    result = await box.exec(command, timeout=SETUP_SECONDS)
+    if result.oom:
+        raise SandboxError(f"{what}: out of memory")
+    if result.exit_code:
+        raise ConfigError(f"{what} failed with status {result.exit_code}: {result.output[-800:].strip()}")
+
+
+_GIT_INIT = """(cd {repo} && export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_TEMPLATE_DIR= &&
+git -c init.defaultBranch=main init -q && git -c gc.auto=0 add -A -f . &&
+GIT_AUTHOR_DATE='2000-01-01T00:00:00Z' GIT_COMMITTER_DATE='2000-01-01T00:00:00Z' \
+git -c user.name=skyenv -c user.email=skyenv@localhost -c core.logAllRefUpdates=false -c gc.auto=0 \
+-c core.hooksPath=/dev/null commit -q --allow-empty -m 'Initial commit' && git config core.logAllRefUpdates true)"""
+
+
+async def start_repository(box: Sandbox, repo_path: str) -> None:
+    """Turn the source at `repo_path` into a git repository with one root commit and stand in it. Raises SandboxError.
+
+    Identity and date are fixed, so siblings see equal commits; there is no remote, tag, reflog or other ref.
+    """
+    repo = shlex.quote(repo_path)
+    result = await box.exec(f"{_GIT_INIT.format(repo=repo)} && cd {repo}", timeout=120.0)
+    if result.exit_code:
+        raise SandboxError(f"git in the sandbox failed with status {result.exit_code}: {result.output[-400:].strip()}")

@@ -1,0 +1,109 @@
+"""Environments by id: what `skyenv.make` builds and what Gymnasium is told.
+
+This is where environments meet the sandbox client; neither imports the other.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib import import_module
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import gymnasium
+
+from skyenv.core import Env, SandboxProvider
+from skyenv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from skyenv.envs.swe.env import SWEEnv
+    from skyenv.vector.vector_env import SkyVectorEnv
+
+
+class Registration(NamedTuple):
+    """Where an environment is made: `module:function` for one, and for a vector of them."""
+
+    entry_point: str
+    vector_entry_point: str
+
+
+ENVIRONMENTS: Mapping[str, Registration] = MappingProxyType(
+    {"SkyRL/SWE-v0": Registration("skyenv.registry:make_swe", "skyenv.registry:make_swe_vector")}
+)
+
+
+def register_all() -> None:
+    """Tell Gymnasium of every environment; harmless when repeated."""
+    for env_id, registration in ENVIRONMENTS.items():
+        if env_id not in gymnasium.registry:
+            gymnasium.register(
+                env_id,
+                entry_point=registration.entry_point,
+                vector_entry_point=registration.vector_entry_point,
+                nondeterministic=True,
+            )
+
+
+def make(env_id: str, **kwargs: Any) -> Env:
+    """Make the unwrapped asynchronous environment. ConfigError for an unknown id or wrong keyword arguments."""
+    if env_id not in ENVIRONMENTS:
+        near = difflib.get_close_matches(env_id, ENVIRONMENTS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"no environment {env_id!r}; known: {', '.join(ENVIRONMENTS)}{hint}")
+    module, _, function = ENVIRONMENTS[env_id].entry_point.partition(":")
+    entry_point: Callable[..., Env] = vars(import_module(module))[function]
+    return entry_point(**kwargs)
+
+
+def make_swe(*, sandbox: str | SandboxProvider | None = None, token: str | None = None, **kwargs: Any) -> SWEEnv:
+    """Make a `SWEEnv`. `sandbox`: the URL of a node server, None for one in this process, or an open provider."""
+    from skyenv.envs.swe.env import SWEEnv
+
+    if sandbox is not None and not isinstance(sandbox, str):
+        return SWEEnv(sandbox=sandbox, **kwargs)
+    return SWEEnv(sandbox=_opener(sandbox, token), **kwargs)
+
+
+def make_swe_vector(
+    *, num_envs: int = 1, sandbox: str | None = None, token: str | None = None, **kwargs: Any
+) -> SkyVectorEnv:
+    """Make `num_envs` SWE environments that step at the same time and share one connection to a node server.
+
+    Takes the arguments of `make_swe` and `autoreset_mode` of `SkyVectorEnv`.
+    """
+    from skyenv.envs.swe.env import SWEEnv
+    from skyenv.envs.swe.tasks import load_tasks
+    from skyenv.vector.vector_env import SkyVectorEnv
+
+    if sandbox is not None and not isinstance(sandbox, str):
+        raise ConfigError("sandbox: a vector environment opens its own connection; give a URL or None")
+    autoreset_mode = kwargs.pop("autoreset_mode", None)
+    kwargs["tasks"] = load_tasks(kwargs.get("tasks", "builtin"))
+    spaces = SWEEnv(**kwargs)
+
+    @asynccontextmanager
+    async def connected() -> AsyncIterator[Callable[[], SWEEnv]]:
+        async with _opener(sandbox, token)() as provider:
+            yield partial(SWEEnv, sandbox=provider, **kwargs)
+
+    return SkyVectorEnv(
+        connected(),
+        num_envs,
+        observation_space=spaces.observation_space,
+        action_space=spaces.action_space,
+        autoreset_mode=autoreset_mode,
+    )
+
+
+def _opener(url: str | None, token: str | None) -> Callable[[], Any]:
+    """What opens the connection when it is needed; the client is imported only then."""
+
+    def open_provider() -> Any:
+        from skyenv.remote.client import connect
+
+        return connect(url, token)
+
+    return open_provider

@@ -1,0 +1,162 @@
+"""A Gymnasium vector environment over asynchronous environments: N episodes step at the same time on one loop.
+
+Autoreset modes: NEXT_STEP (Gymnasium's default: the step after an episode's end starts the next one and ignores the
+action) and DISABLED (an ended episode is left alone, with its last observation and flags, until
+`reset(options={"reset_mask": bool array})`). Lock-step suits looking and evaluating; for training, episodes of uneven
+length belong into the pipeline. `close` frees everything; so does the end of the main thread.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from skyenv.core import Env
+from skyenv.errors import ConfigError, ResetNeeded
+from skyenv.portal import Portal
+from skyenv.types import Step, ToolCall
+
+Action = ToolCall | Mapping[str, Any]
+_MODES = {"next_step": AutoresetMode.NEXT_STEP, "disabled": AutoresetMode.DISABLED}
+
+
+class SkyVectorEnv(VectorEnv[Any, Any, Any]):
+    """`num_envs` environments made by what `environments` yields; the context is entered here and left by `close`.
+
+    Observations and actions are tuples, rewards float64 and flags bool arrays of shape (num_envs,); in infos every key
+    holds an object array and `_key` the mask of the environments that set it. An action is a mapping or a `ToolCall`.
+    The step that ends an episode evaluates it: infos then have `verdict` and `stop_reason`.
+    """
+
+    def __init__(
+        self,
+        environments: AbstractAsyncContextManager[Callable[[], Env]],
+        num_envs: int,
+        *,
+        observation_space: gymnasium.Space[Any],
+        action_space: gymnasium.Space[Any],
+        autoreset_mode: AutoresetMode | str | None = None,
+    ) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs: {num_envs} is too few; use at least 1")
+        self._mode = _mode(autoreset_mode)
+        self.metadata = {"render_modes": [], "autoreset_mode": self._mode}
+        self.num_envs = num_envs
+        self.single_observation_space, self.single_action_space = observation_space, action_space
+        self.observation_space = batch_space(observation_space, num_envs)
+        self.action_space = batch_space(action_space, num_envs)
+        self._last: list[Step | None] = [None] * num_envs
+        self._portal = Portal()
+        self._context = self._portal.enter(environments)
+        try:
+            make_env = self._context.__enter__()
+            self._envs = [make_env() for _ in range(num_envs)]
+            self._actors = [self._portal.actor(env.aclose) for env in self._envs]
+        except BaseException:
+            self._portal.close()
+            raise
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """Start episodes, all or those of `options["reset_mask"]`; an int seed gives environment i seed + i."""
+        rest = dict(options or {})
+        mask = rest.pop("reset_mask", None)
+        chosen = [True] * self.num_envs if mask is None else [bool(flag) for flag in mask]
+        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed or [None] * self.num_envs
+        if len(chosen) != self.num_envs or len(seeds) != self.num_envs:
+            raise ConfigError(f"reset_mask and a list of seeds need {self.num_envs} items")
+        self._run([partial(self._reset_one, i, seeds[i], rest) if chosen[i] else None for i in range(self.num_envs)])
+        observations, _, _, _, infos = self._batch([_has_reset(answer) for answer in self._last])
+        return observations, infos
+
+    def step(self, actions: Sequence[Action]) -> tuple[tuple[str, ...], Any, Any, Any, dict[str, Any]]:
+        """Step every environment at once; see the module for what happens after an episode's end."""
+        if len(actions) != self.num_envs:
+            raise ConfigError(f"{len(actions)} actions for {self.num_envs} environments")
+        answers = [_has_reset(answer) for answer in self._last]
+        self._run([self._next(i, actions[i], answers[i]) for i in range(self.num_envs)])
+        return self._batch([_has_reset(answer) for answer in self._last])
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """Close every environment, then the connection and the thread."""
+        try:
+            for actor in self._actors:
+                actor.close()
+            self._context.__exit__(None, None, None)
+        finally:
+            self._portal.close()
+
+    def _next(self, i: int, action: Action, last: Step) -> Callable[[], Any] | None:
+        if not (last.terminated or last.truncated):
+            return partial(self._step_one, i, action)
+        if self._mode is AutoresetMode.NEXT_STEP:
+            return partial(self._reset_one, i, None, {})
+        self._last[i] = last._replace(reward=0.0)
+        return None
+
+    async def _reset_one(self, i: int, seed: int | None, options: Mapping[str, Any]) -> None:
+        self._last[i] = None
+        observation, info = await self._envs[i].areset(seed=seed, options=options)
+        self._last[i] = Step(observation, 0.0, False, False, info)
+
+    async def _step_one(self, i: int, action: Action) -> None:
+        step = await self._envs[i].astep(action)
+        if step.terminated or step.truncated:
+            reward, verdict = await self._envs[i].aevaluate()
+            step = step._replace(reward=reward or 0.0, info={**step.info, "verdict": verdict})
+        self._last[i] = step
+
+    def _run(self, calls: Sequence[Callable[[], Any] | None]) -> None:
+        """Run the calls together and wait for all; the first error is raised, an interrupt cancels them."""
+        futures = [self._actors[i].submit(call) for i, call in enumerate(calls) if call is not None]
+        try:
+            concurrent.futures.wait(futures)
+        finally:
+            for future in futures:
+                future.cancel()
+        for future in futures:
+            future.result()
+
+    def _batch(self, answers: Sequence[Step]) -> tuple[tuple[str, ...], Any, Any, Any, dict[str, Any]]:
+        observations = tuple(answer.observation for answer in answers)
+        rewards = np.array([answer.reward for answer in answers], dtype=np.float64)
+        terminated = np.array([answer.terminated for answer in answers], dtype=np.bool_)
+        truncated = np.array([answer.truncated for answer in answers], dtype=np.bool_)
+        return observations, rewards, terminated, truncated, _batch_infos([answer.info for answer in answers])
+
+
+def _batch_infos(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Nested values stay whole: Gymnasium would take a verdict apart key by key."""
+    batched: dict[str, Any] = {}
+    for key in dict.fromkeys(key for info in infos for key in info):
+        column = np.full(len(infos), None, dtype=object)
+        for i, info in enumerate(infos):
+            column[i] = info.get(key)
+        batched[key] = column
+        batched[f"_{key}"] = np.array([key in info for info in infos], dtype=np.bool_)
+    return batched
+
+
+def _has_reset(answer: Step | None) -> Step:
+    if answer is None:
+        raise ResetNeeded("call reset first")
+    return answer
+
+
+def _mode(mode: AutoresetMode | str | None) -> AutoresetMode:
+    if mode is None:
+        return AutoresetMode.NEXT_STEP
+    if isinstance(mode, str) and mode.lower() in _MODES:
+        return _MODES[mode.lower()]
+    if mode in _MODES.values():
+        return AutoresetMode(mode)
+    raise ConfigError(f"autoreset_mode: {mode!r} is not one of {', '.join(_MODES)}")
