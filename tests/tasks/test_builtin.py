@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def outcomes(name: str, files: Tree, root: Path) -> dict[str, float]:
     root.mkdir()
     tests = {path: file.data for path, file in tree(name, "hidden").items()}
     return run_tests({path: file.data for path, file in files.items()}, tests, root)
+
+
+def test_the_set_is_large_and_graded_by_difficulty() -> None:
+    levels = Counter(row["level"] for row in ROWS.values())
+    assert len(ROWS) >= 30
+    assert levels[1] >= 14
+    assert set(levels) == {1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("name", ROWS)

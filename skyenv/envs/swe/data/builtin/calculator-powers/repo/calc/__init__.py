@@ -1,0 +1,5 @@
+"""A calculator for one line of text."""
+
+from calc.parser import evaluate
+
+__all__ = ["evaluate"]

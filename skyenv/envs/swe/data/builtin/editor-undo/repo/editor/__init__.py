@@ -1,0 +1,5 @@
+"""A text buffer."""
+
+from editor.buffer import Buffer
+
+__all__ = ["Buffer"]

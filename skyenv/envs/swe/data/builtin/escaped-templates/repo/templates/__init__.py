@@ -1,0 +1,5 @@
+"""Small text templates."""
+
+from templates.render import render
+
+__all__ = ["render"]

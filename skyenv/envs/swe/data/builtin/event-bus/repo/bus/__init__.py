@@ -1,0 +1,5 @@
+"""Events by name."""
+
+from bus.bus import Bus
+
+__all__ = ["Bus"]

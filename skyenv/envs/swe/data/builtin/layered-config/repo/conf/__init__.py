@@ -1,0 +1,5 @@
+"""Layered configuration."""
+
+from conf.loader import load
+
+__all__ = ["load"]

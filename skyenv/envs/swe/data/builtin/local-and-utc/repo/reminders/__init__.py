@@ -1,0 +1,1 @@
+"""Reminders that survive a restart."""
