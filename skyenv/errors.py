@@ -82,11 +82,26 @@ class ResetNeeded(SkyEnvError):
 def boundary(kind: type[SkyEnvError], what: str) -> Iterator[None]:
     """Turn any foreign exception raised inside the block into `kind`; our own errors pass unchanged.
 
-    Cancellation is not an `Exception` and passes too.
+    Of an exception group that holds one of ours, the first of ours is raised. Cancellation is not an `Exception` and
+    passes too.
     """
     try:
         yield
     except SkyEnvError:
         raise
+    except ExceptionGroup as group:
+        ours = first_of_ours(group)
+        if ours is not None:
+            raise ours from group
+        raise kind(f"{what}: {group}: {group.exceptions[0]!r}") from group
     except Exception as error:
         raise kind(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def first_of_ours(group: ExceptionGroup[Exception]) -> SkyEnvError | None:
+    """The first of our errors among the leaves of a group."""
+    for error in group.exceptions:
+        found = first_of_ours(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(found, SkyEnvError):
+            return found
+    return None

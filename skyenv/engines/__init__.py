@@ -1,0 +1,1 @@
+"""Inference engines: each file implements `skyenv.core.Engine`."""

@@ -1,0 +1,196 @@
+"""Inference over HTTP: vLLM and SGLang with token ids and logprobs, any other OpenAI-compatible server as text.
+
+Ownership: the engine owns one connection pool, open inside `async with`. The pool is unbounded, because how many
+requests are under way is the pipeline's decision. Retries live here although the house keeps them in the sandbox
+client: sampling has no effect on the server, so repeating a request that found no listener, lost its connection before
+the answer began, or was turned away with 429 or 503 is safe; nothing else is repeated, and all of it ends at a
+deadline. Start vLLM with `--logprobs-mode processed_logprobs` when the temperature is not 1: its default logprobs are
+those before temperature.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import anyio
+import httpx
+import tenacity
+
+from skyenv.engines.dialects import DIALECTS, Flavour, Request
+from skyenv.errors import ConfigError, EngineError, ResetNeeded, boundary
+from skyenv.types import Completion, Message, SamplingParams
+
+API_KEY = "OPENAI_API_KEY"
+ABORT_DEADLINE = 5.0
+RETRIED_STATUS = frozenset({429, 503})
+
+
+class _Busy(EngineError):
+    """Worth another try; `retry_after` seconds when the server said so."""
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class OpenAIEngine:
+    """An inference server at `url` (with or without `/v1`), used inside `async with`.
+
+    `model` "" takes the server's first. `flavour` "auto" asks `/v1/models` who owns it. `timeout` bounds one request,
+    `retry_for` the time spent on repeating refused ones, both in seconds. The bearer token comes from the environment
+    variable OPENAI_API_KEY. `policy_version` is stamped on completions (SGLang reports its own when it is a number);
+    whoever updates the server's weights sets it. `transport` replaces the network.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str = "",
+        *,
+        flavour: Flavour | Literal["auto"] = "auto",
+        timeout: float = 600.0,
+        retry_for: float = 60.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"engine.url: {url!r} must start with http:// or https://")
+        if flavour not in ("auto", *DIALECTS):
+            raise ConfigError(f"engine.flavour: {flavour!r} is not auto, {', '.join(DIALECTS)}")
+        self.policy_version = 0
+        self.model, self.flavour = model, flavour
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._timeout, self._retry_for, self._transport = timeout, retry_for, transport
+        self._client: httpx.AsyncClient | None = None
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        key = os.environ.get(API_KEY)
+        client = httpx.AsyncClient(
+            base_url=self._url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(self._timeout, connect=min(10.0, self._timeout), pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            transport=self._transport,
+        )
+        async with AsyncExitStack() as stack:
+            self._client = await stack.enter_async_context(client)
+            if self.flavour == "auto" or not self.model:
+                await self._ask_model()
+            self._open = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client = None
+        with anyio.CancelScope(shield=True):
+            await self._open.aclose()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        messages: Sequence[Message] = (),
+        session_id: str = "",
+    ) -> Completion:
+        """One completion. Raises EngineError; ResetNeeded outside `async with`."""
+        if self.flavour == "auto":
+            raise ResetNeeded("OpenAIEngine: use it inside `async with`")
+        dialect = DIALECTS[self.flavour]
+        version, started = self.policy_version, anyio.current_time()
+        request = Request(self.model, tuple(prompt_ids), tuple(messages), sampling, uuid.uuid4().hex)
+        try:
+            body = await self._retried("POST", dialect.path, dialect.body(request), session_id)
+        except anyio.get_cancelled_exc_class():
+            if dialect.abort_path is not None:
+                await self._abort(dialect.abort_path, request.request_id)
+            raise
+        completion = dialect.answer(body)
+        return replace(
+            completion,
+            policy_version=completion.policy_version or version,
+            seconds=anyio.current_time() - started,
+        )
+
+    async def _ask_model(self) -> None:
+        """Fill in flavour and model from what the server serves."""
+        body = await self._retried("GET", "/v1/models", None, "")
+        models = body.get("data") if isinstance(body, dict) else None
+        if not models or not isinstance(models, list) or not isinstance(models[0], dict):
+            raise EngineError(f"{self._url}/v1/models names no model; set engine.model and engine.flavour")
+        if self.flavour == "auto":
+            owner = models[0].get("owned_by")
+            self.flavour = owner if owner in ("vllm", "sglang") else "chat"
+        self.model = self.model or str(models[0].get("id", ""))
+
+    async def _retried(self, method: str, path: str, body: Any, session_id: str) -> Any:
+        """Send until it is answered, refused for good, or `retry_for` is over."""
+        deadline = anyio.current_time() + self._retry_for
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(_Busy),
+            wait=_wait,
+            stop=lambda state: anyio.current_time() + _wait(state) > deadline,
+            sleep=anyio.sleep,
+            reraise=True,
+        )
+        return await retrying(self._send, method, path, body, session_id)
+
+    async def _send(self, method: str, path: str, body: Any, session_id: str) -> Any:
+        """One request and its JSON answer."""
+        if self._client is None:
+            raise ResetNeeded("OpenAIEngine: use it inside `async with`")
+        headers = {"x-session-id": session_id.encode("ascii", "replace").decode()} if session_id else {}
+        try:
+            response = await self._client.request(method, path, json=body, headers=headers)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
+            raise _Busy(f"{self._url} cannot be reached: {error}") from error
+        except httpx.TimeoutException as error:
+            raise EngineError(f"{self._url}{path} did not answer within {self._timeout:g} s") from error
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self._url}{path}: {type(error).__name__}: {error}") from error
+        return self._read(response)
+
+    def _read(self, response: httpx.Response) -> Any:
+        where = f"{self._url}{response.request.url.path}"
+        if response.status_code in RETRIED_STATUS:
+            raise _Busy(f"{where} answered {response.status_code}: {_excerpt(response)}", _retry_after(response))
+        if response.status_code in (401, 403):
+            raise EngineError(f"{where} answered {response.status_code}: set {API_KEY} to a valid key")
+        if response.status_code != 200:
+            raise EngineError(f"{where} answered {response.status_code}: {_excerpt(response)}")
+        with boundary(EngineError, f"{where} answered no JSON: {_excerpt(response)}"):
+            return response.json()
+
+    async def _abort(self, path: str, request_id: str) -> None:
+        """Tell the server to stop; best effort, also while this task is being cancelled."""
+        if self._client is None:
+            return
+        with anyio.move_on_after(ABORT_DEADLINE, shield=True):
+            try:
+                await self._client.post(path, json={"rid": request_id})
+            except httpx.HTTPError:
+                return
+
+
+def _wait(state: tenacity.RetryCallState) -> float:
+    """Seconds before the next try: what the server asked for, else growing with some chance in it."""
+    error = state.outcome.exception() if state.outcome else None
+    asked = error.retry_after if isinstance(error, _Busy) else None
+    return asked if asked is not None else float(tenacity.wait_random_exponential(multiplier=0.2, max=5.0)(state))
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """The header in seconds; a date is left to the default wait."""
+    text = response.headers.get("retry-after", "")
+    return float(text) if text.isdecimal() else None
+
+
+def _excerpt(response: httpx.Response) -> str:
+    return " ".join(response.text.split())[:300] or "(empty)"

@@ -1,0 +1,151 @@
+"""Trajectories as JSON lines: one object a line, readable transcript and exact ids side by side.
+
+Invariants: a line is appended by a single write while an exclusive lock is held, so concurrent writers never
+interleave and a crash damages at most the last line; what was read back equals what was written, floats included.
+A damaged line is reported and skipped, never repaired; everything before and after it is kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from skyenv.errors import ConfigError, boundary
+from skyenv.types import Failure, Message, Segment, StopReason, ToolCall, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Version of the line format; a reader refuses lines of a newer one."""
+
+
+def append_trajectories(path: Path, trajectories: Iterable[Trajectory], **extra: Any) -> None:
+    """Append one line a trajectory; `extra` JSON values (a training step, say) stand on each line.
+
+    Creates the file and its folder. Blocks on the disk: call it in a thread from async code. OSError when the disk
+    refuses; a line cut short by an earlier crash is closed first so that it spoils no other.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            _write(descriptor, b"\n")
+        for trajectory in trajectories:
+            line = json.dumps({**extra, **trajectory_to_json(trajectory)}, ensure_ascii=False, default=str)
+            _write(descriptor, line.encode("utf-8", "backslashreplace") + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def read_trajectories(path: Path) -> Iterator[Trajectory]:
+    """Yield the trajectories of a file in order; a damaged line is logged with its number and skipped.
+
+    Raises ConfigError when the file is missing or cannot be read.
+    """
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    trajectory = _parsed(line)
+                except ConfigError as error:
+                    logger.warning("%s line %d skipped: %s", path, number, error)
+                else:
+                    yield trajectory
+    except OSError as error:
+        raise ConfigError(f"trajectories: cannot read {path}: {error.strerror}") from error
+
+
+def _parsed(line: bytes) -> Trajectory:
+    """The trajectory of a line; ConfigError for whatever else a line can hold."""
+    with boundary(ConfigError, "no trajectory" if line.endswith(b"\n") else "cut short"):
+        return trajectory_from_json(json.loads(line))
+
+
+def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+    """As JSON values: the readable fields first, the long arrays of the segments last."""
+    segments = [asdict(segment) for segment in trajectory.segments]
+    record = {
+        "format": FORMAT,
+        "task_id": trajectory.task_id,
+        "group_id": trajectory.group_id,
+        "sample_index": trajectory.sample_index,
+        "reward": trajectory.reward,
+        "stop_reason": trajectory.stop_reason,
+        "failure": asdict(trajectory.failure) if trajectory.failure else None,
+        "attempts": trajectory.attempts,
+        "exact": trajectory.exact,
+        "seconds": trajectory.seconds,
+        "counters": trajectory.counters,
+        "prompt_hash": trajectory.prompt_hash,
+        "verdict": trajectory.verdict,
+        "prompt": [asdict(message) for message in trajectory.prompt],
+        "turns": [_turn_to_json(turn) for turn in trajectory.turns],
+        "segments": segments,
+    }
+    return record
+
+
+def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
+    """The inverse of `trajectory_to_json`; unknown keys are ignored.
+
+    Raises ValueError for a newer format or segments that break their invariants, KeyError or TypeError for other
+    objects.
+    """
+    if record["format"] > FORMAT:
+        raise ValueError(f"line format {record['format']} is newer than {FORMAT}")
+    segments = [Segment(**segment) for segment in record["segments"]]
+    for segment in segments:
+        segment.check()
+    return Trajectory(
+        task_id=record["task_id"],
+        group_id=record["group_id"],
+        sample_index=record["sample_index"],
+        prompt=tuple(Message(**message) for message in record["prompt"]),
+        segments=segments,
+        turns=[_turn_from_json(turn) for turn in record["turns"]],
+        reward=record["reward"],
+        verdict=record["verdict"],
+        stop_reason=StopReason(record["stop_reason"]) if record["stop_reason"] else None,
+        failure=Failure(**record["failure"]) if record["failure"] else None,
+        exact=record["exact"],
+        attempts=record["attempts"],
+        seconds=record["seconds"],
+        counters=record["counters"],
+        prompt_hash=record["prompt_hash"],
+    )
+
+
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
+    calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]
+    return {
+        "text": turn.text,
+        "calls": calls,
+        "observation": turn.observation,
+        "error": turn.error,
+        "finish_reason": turn.finish_reason,
+        "policy_version": turn.policy_version,
+        "generate_seconds": turn.generate_seconds,
+        "step_seconds": turn.step_seconds,
+    }
+
+
+def _turn_from_json(record: Mapping[str, Any]) -> Turn:
+    calls = tuple(ToolCall(call["name"], call["arguments"]) for call in record["calls"])
+    return Turn(**{**record, "calls": calls})
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """All of `data`; one system call unless the kernel takes less."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,1 @@
+"""Many environments at once: the rollout pipeline and the Gymnasium vector environment."""

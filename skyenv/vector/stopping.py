@@ -1,0 +1,64 @@
+"""What a stop reason does to a reward, which reason an error stands for, and when a run has failed too often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import get_args
+
+from skyenv.errors import ConfigError, EngineError, RewardError, SandboxError, SkyEnvError
+from skyenv.types import StopPolicy, StopReason
+
+PENALTY = 0.5
+
+StopAction = StopPolicy | float
+"""Leave the reward, leave the sample out of training, make the reward 0, or take `PENALTY` or this number off it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureThreshold:
+    """A run ends when more than `share` of the trajectories that came back failed, once `minimum` came back."""
+
+    share: float = 0.5
+    minimum: int = 20
+
+    def exceeded(self, done: int, failed: int) -> bool:
+        """Whether `failed` of `done` is too much."""
+        return done >= self.minimum and failed > self.share * done
+
+
+def check_stop_policy(policy: Mapping[StopReason, StopAction]) -> None:
+    """ConfigError naming the first entry that is no stop reason, no action, or tries to train on a failure."""
+    for reason, action in policy.items():
+        if reason not in tuple(StopReason):
+            raise ConfigError(f"stop_policy: unknown reason {reason!r}; choose of {', '.join(StopReason)}")
+        number = isinstance(action, int | float) and not isinstance(action, bool)
+        named = action in get_args(StopPolicy)
+        if not named and not (number and math.isfinite(float(action)) and float(action) >= 0):
+            raise ConfigError(
+                f"stop_policy.{reason}: {action!r} is not {', '.join(get_args(StopPolicy))} or a number of at least 0"
+            )
+        if StopReason(reason).is_failure and action != "mask":
+            raise ConfigError(f"stop_policy.{reason}: a failure says nothing about the policy and is always masked")
+
+
+def settled(reward: float | None, reason: StopReason | None, policy: Mapping[StopReason, StopAction]) -> float | None:
+    """The reward after the stop policy."""
+    action = policy.get(reason, "keep") if reason is not None else "keep"
+    if reward is None or action == "mask":
+        return None
+    if action == "keep":
+        return reward
+    if action == "zero":
+        return 0.0
+    return reward - (PENALTY if isinstance(action, str) else action)
+
+
+def failed_reason(error: SkyEnvError) -> StopReason:
+    """The stop reason that an error stands for: what is neither infrastructure's nor the grader's is a bug."""
+    if isinstance(error, SandboxError):
+        return StopReason.SANDBOX_ERROR
+    if isinstance(error, EngineError):
+        return StopReason.ENGINE_ERROR
+    return StopReason.EVAL_ERROR if isinstance(error, RewardError) else StopReason.TOOL_BUG
