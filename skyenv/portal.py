@@ -151,6 +151,7 @@ class Actor:
             async for job in receive:
                 await job.run()
         finally:
+            send.close()
             _refuse_queued(receive)
             if self._finalise is not None:
                 with anyio.move_on_after(FINALISE_SECONDS, shield=True):
