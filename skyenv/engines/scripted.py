@@ -54,7 +54,7 @@ class ScriptedEngine:
         await anyio.sleep(self._latency)
         text = self._text(messages, session_id)
         stops = sampling.stop_token_ids or tuple(self._renderer.stop_token_ids)
-        ids = [*self._renderer.encode_text(text), stops[0]]
+        ids = [*self._renderer.encode(text), stops[0]]
         end = next(position for position, token in enumerate(ids) if token in stops) + 1
         cut = end > sampling.max_tokens
         ids = ids[: min(end, sampling.max_tokens)]

@@ -71,6 +71,7 @@ CASES = [
     ("qwen3_instruct_2507", "hermes"),
     ("llama3", "codeact"),
 ]
+THREE = [("bytes", "codeact"), ("qwen3", "hermes"), ("llama3", "codeact")]
 
 
 def renderer_for(template: str, format_name: str) -> Renderer:
@@ -123,14 +124,8 @@ def test_hermes_describes_tools_as_the_models_template_does(template: str) -> No
 
 def test_deltas_add_up_to_the_templates_own_rendering(renderer: Renderer) -> None:
     """Prompt, answers and observations, each encoded alone, are the ids of the whole conversation's text."""
-    thinks = (
-        "<think>\n\n</think>\n\n" if "training" in renderer.tokenizer.__dict__.get("chat_template", "")[:80] else ""
-    )
-    thinks = (
-        "<think>\nhm\n</think>\n\n"
-        if "Training variant of the Qwen3" in str(vars(renderer.tokenizer).get("chat_template", ""))
-        else thinks
-    )
+    template = getattr(renderer.tokenizer, "chat_template", "")
+    thinks = "<think>\nhm\n</think>\n\n" if template.startswith("{#- Training variant of the Qwen3") else ""
     messages, ids = list(PROMPT), renderer.prompt(PROMPT, ())
     for turn in range(4):
         answer = f"{thinks}Step {turn}: I look.\n{renderer.format.render_call(CALL)}"
@@ -213,9 +208,7 @@ PIECES = st.lists(
 ).map("".join)
 
 
-@pytest.mark.parametrize(
-    ("template", "format_name"), [("qwen3", "hermes"), ("llama3", "codeact"), ("bytes", "codeact")]
-)
+@pytest.mark.parametrize(("template", "format_name"), THREE)
 @given(text=PIECES)
 @settings(max_examples=60)
 def test_no_control_id_out_of_any_text(template: str, format_name: str, text: str) -> None:
@@ -226,16 +219,14 @@ def test_no_control_id_out_of_any_text(template: str, format_name: str, text: st
     assert end == [i for i in begin if i in control]
 
 
-@pytest.mark.parametrize(
-    ("template", "format_name"), [("bytes", "codeact"), ("qwen3", "hermes"), ("llama3", "codeact")]
-)
+@pytest.mark.parametrize(("template", "format_name"), THREE)
 def test_fifty_turns_only_append(template: str, format_name: str) -> None:
     """Segments grow at their end only, mask and logprobs in step, and the sampled ids stand in them unchanged."""
     renderer, chance = renderer_for(template, format_name), random.Random(0)
     ordinary = sorted(set(range(200)) - control_ids(renderer))
     segment, turns = Segment(), []
     segment.append_context(renderer.prompt(PROMPT, TOOLS))
-    sampled_ids = []
+    sampled_ids: list[int] = []
     for turn in range(50):
         before = list(segment.token_ids)
         sampled = chance.choices(ordinary, k=20) + [renderer.end_of_turn] * (turn % 3 != 0)
@@ -243,11 +234,11 @@ def test_fifty_turns_only_append(template: str, format_name: str) -> None:
         observation = chance.choice(HOSTILE)
         segment.append_context(renderer.observation(observation, CALL, completion_ids=sampled))
         assert segment.token_ids[: len(before)] == before
-        sampled_ids.append(sampled)
+        sampled_ids += sampled
         turns.append(Turn(renderer.decode(sampled), (CALL,), observation, "stop", 0, 0.0, 0.0))
     segment.check()
-    assert sum(segment.loss_mask) == sum(map(len, sampled_ids))
-    assert [i for i, m in zip(segment.token_ids, segment.loss_mask, strict=True) if m] == sum(sampled_ids, [])
+    assert sum(segment.loss_mask) == len(sampled_ids)
+    assert [i for i, m in zip(segment.token_ids, segment.loss_mask, strict=True) if m] == sampled_ids
     trajectory = Trajectory("t", segments=[segment], turns=turns)
     assert renderer.drift(trajectory) == 0
     trajectory.turns[7] = replace(turns[7], text=turns[7].text + "!")
