@@ -51,8 +51,8 @@ def view_file(data: bytes, path: str, view_range: Sequence[int] | None, max_char
 def show_lines(lines: Sequence[bytes], path: str, shown: LineRange, total: int, how: tuple[str | None, int]) -> str:
     """Show already selected lines; `how` is the encoding (None: unknown) and the character limit of the whole."""
     encoding, max_chars = how
-    text = [decode_line(line, encoding, first=shown.first + i == 1) for i, line in enumerate(lines)]
-    parts = [f"Here's the result of running `cat -n` on {path}:", *_number(text, shown.first, max_chars, total)]
+    body = _number(lines, shown.first, total, (encoding, max_chars))
+    parts = [f"Here's the result of running `cat -n` on {path}:", *body]
     if shown.clamped:
         parts.append(f"[The file has only {total} lines; shown up to its end.]")
     if encoding is None:
@@ -68,8 +68,8 @@ def snippet(data: bytes, path: str, first_line: int, count: int, max_chars: int)
     first = max(1, first_line - _SNIPPET_CONTEXT)
     last = min(len(lines), first_line + count - 1 + _SNIPPET_CONTEXT)
     encoding = encoding_of(data)
-    text = [decode_line(line, encoding, first=first + i == 1) for i, line in enumerate(lines[first - 1 : last])]
-    body = _number(text, first, max_chars, len(lines)) if text else ["(the file is now empty)"]
+    shown = lines[first - 1 : last]
+    body = _number(shown, first, len(lines), (encoding, max_chars)) if shown else ["(the file is now empty)"]
     return "\n".join([f"Here's the result of running `cat -n` on a snippet of {path}:", *body])
 
 
@@ -79,12 +79,13 @@ def decode_line(line: bytes, encoding: str | None, *, first: bool = False) -> st
     return text.removeprefix("\ufeff") if first else text
 
 
-def _number(lines: Sequence[str], first: int, max_chars: int, total: int) -> list[str]:
-    """Number the lines, then keep as many whole ones as fit; the first is cut inside if it alone is too long."""
+def _number(lines: Sequence[bytes], first: int, total: int, how: tuple[str | None, int]) -> list[str]:
+    """Number the lines and keep as many whole ones as fit; the first is cut inside if it alone is too long."""
+    encoding, max_chars = how
     room = max(max_chars - _NOTICE_ROOM, 1)
     kept: list[str] = []
     for number, line in enumerate(lines, start=first):
-        row = f"{number:6}\t{line}"
+        row = f"{number:6}\t{decode_line(line, encoding, first=number == 1)}"
         if len(row) + 1 > room:
             if not kept:
                 kept.append(f"{row[:room]}... [{len(row) - room} more characters in this line]")
