@@ -1,0 +1,179 @@
+"""Isolated sandboxes from nothing but the kernel: namespaces, an overlay, control groups. No engine, no image.
+
+A sandbox's root is the node's skeleton, then the layers of the snapshot that it was started from, then its own
+directory; the host's system directories are visible read-only. As root, snapshots are stacked as read-only layers;
+rootless overlays cannot rename directories of lower layers, so there a snapshot is copied into the new sandbox
+instead. A layer lives as long as a snapshot or a sandbox needs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from skyenv.errors import ConfigError
+from skyenv.remote.backends import launching, skeleton
+from skyenv.remote.backends.probe import BASE_UID, Probe, own_config, probe, shared_config
+from skyenv.remote.protocol import CreateRequest, Spec
+
+__all__ = ["LocalBackend", "Probe", "probe"]
+
+DEFAULT_ENV = {
+    "HOME": "/root",
+    "USER": "root",
+    "LOGNAME": "root",
+    "SHELL": "/bin/bash",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "PAGER": "cat",
+    "GIT_PAGER": "cat",
+    "MANPAGER": "cat",
+    "GIT_EDITOR": "true",
+    "EDITOR": "true",
+    "GIT_TERMINAL_PROMPT": "0",
+    "DEBIAN_FRONTEND": "noninteractive",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    "PIP_NO_INPUT": "1",
+}
+SHELLS = {"bash": ["/bin/bash", "/usr/bin/bash"], "sh": ["/bin/sh"]}
+
+
+def spec_config(spec: Spec) -> dict[str, Any]:
+    """A spec as the launcher wants it."""
+    return {
+        "memory_bytes": spec.memory_bytes,
+        "pids": spec.pids,
+        "cpus": spec.cpus,
+        "file_bytes": spec.file_bytes,
+        "tmpfs_bytes": spec.tmpfs_bytes,
+        "shells": SHELLS[spec.shell],
+    }
+
+
+class LocalBackend:
+    """See the module. `run_as` makes the launcher give up root for this user id first (rootless mode)."""
+
+    name = "local"
+
+    def __init__(self, run_as: int | None = None) -> None:
+        self._run_as = run_as
+        self._probe: Probe | None = None
+        self._launcher: launching.Launcher | None = None
+        self._state = Path()
+        self._binds: list[str] = []
+        self._numbers = itertools.count()
+        self._stacks: dict[str, tuple[str, ...]] = {}
+        self._holders: dict[str, set[str]] = {}
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Probe the machine and run a launcher. ConfigError with reasons when sandboxes cannot be isolated here."""
+        found = await anyio.to_thread.run_sync(probe, self._run_as)
+        if found.mode is None:
+            raise ConfigError("this machine cannot isolate sandboxes:\n  " + "\n  ".join(found.reasons))
+        owner = BASE_UID if found.mode == "root" else self._run_as
+        self._probe, self._binds = found, skeleton.system_binds(owner, mounted_by_root=found.mode == "root")
+        self._state = await anyio.to_thread.run_sync(launching.make_state, found.base, self._run_as)
+        await anyio.to_thread.run_sync(skeleton.build, self._state / "skeleton", self._binds, owner)
+        config = shared_config(self._state, found.mode, found.overlay, self._binds, self._run_as)
+        config["cgroups"] = [list(entry) for entry in found.cgroups]
+        async with launching.launch(config) as self._launcher:
+            yield
+
+    def environment(self, sandbox: str) -> dict[str, str]:
+        """What every sandbox finds in its environment."""
+        return {**DEFAULT_ENV, "PATH": skeleton.search_path(self._binds)}
+
+    def describe(self) -> dict[str, Any]:
+        """Mode, limits and what is missing."""
+        found = self._opened()
+        return {
+            "backend": self.name,
+            "isolated": True,
+            "mode": found.mode,
+            "overlay": found.overlay,
+            "limits": found.limits,
+            "notes": list(found.reasons),
+        }
+
+    def _opened(self) -> Probe:
+        if self._probe is None:
+            raise ConfigError("the backend is not open")
+        return self._probe
+
+    def _running(self) -> launching.Launcher:
+        if self._launcher is None:
+            raise ConfigError("the backend is not open")
+        return self._launcher
+
+    @property
+    def _stacked(self) -> bool:
+        """Whether snapshots are stacked as layers, not copied."""
+        return self._opened().mode == "root"
+
+    def _layer(self, name: str) -> str:
+        return str(self._state / "layers" / name)
+
+    async def create(self, sandbox: str, request: CreateRequest) -> socket.socket:
+        """Fork a sandbox. ConfigError for an image or an unknown snapshot."""
+        if request.image is not None:
+            raise ConfigError("image: backend 'local' has no images, it shows the host's system; leave image out")
+        stack: tuple[str, ...] = ()
+        if request.snapshot is not None:
+            if request.snapshot not in self._stacks:
+                raise ConfigError(f"snapshot {request.snapshot!r} does not exist on this node")
+            stack = self._stacks[request.snapshot]
+        config = own_config(self._state, sandbox, self._opened().overlay) | spec_config(request.spec)
+        config["number"] = next(self._numbers)
+        self._hold(sandbox, stack)
+        await self._fill_upper(config, stack)
+        return await self._running().create(config)
+
+    async def _fill_upper(self, config: dict[str, Any], stack: tuple[str, ...]) -> None:
+        if self._stacked:
+            config["lower"] = [*map(self._layer, stack), *config["lower"]]
+        elif stack:
+            await self._copy(self._layer(stack[0]), config["upper"])
+        elif not config["lower"]:
+            await self._copy(str(self._state / "skeleton"), config["upper"])
+
+    async def _copy(self, source: str, target: str) -> None:
+        await self._running().ask({"op": "copy", "source": source, "target": target}, timeout=600.0)
+
+    async def destroy(self, sandbox: str) -> None:
+        """Kill it and let go of its layers."""
+        await self._running().ask({"op": "destroy", "name": sandbox})
+        await self._release(sandbox)
+
+    async def snapshot(self, sandbox: str) -> str:
+        """Copy the sandbox's own directory into a new layer."""
+        name = secrets.token_hex(16)
+        below = self._stacks.get(sandbox, ())
+        await self._copy(str(self._state / sandbox / "upper"), self._layer(name))
+        self._hold(name, (name, *below) if self._stacked else (name,))
+        return name
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """Forget a snapshot; its layers go once no sandbox needs them."""
+        await self._release(snapshot)
+
+    def _hold(self, holder: str, stack: tuple[str, ...]) -> None:
+        self._stacks[holder] = stack
+        for layer in stack:
+            self._holders.setdefault(layer, set()).add(holder)
+
+    async def _release(self, holder: str) -> None:
+        for layer in self._stacks.pop(holder, ()):
+            self._holders[layer].discard(holder)
+            if not self._holders[layer]:
+                del self._holders[layer]
+                await self._running().ask({"op": "remove", "path": self._layer(layer)}, timeout=600.0)

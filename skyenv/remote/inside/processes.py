@@ -1,0 +1,85 @@
+"""What runs below this process, as /proc tells it, and how to end it."""
+
+# ruff: noqa: PTH
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+
+class Process(NamedTuple):
+    """A living process: its parent and its state letter."""
+
+    ppid: int
+    state: str
+
+
+def scan() -> dict[int, Process]:
+    """Every living process that /proc shows; zombies are left out."""
+    found = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+                if fields[0] not in (b"Z", b"X"):
+                    found[int(name)] = Process(int(fields[1]), fields[0].decode())
+    return found
+
+
+def descendants(root: int, table: dict[int, Process]) -> set[int]:
+    """Every process below `root`; all others when `root` is process 1 of its namespace."""
+    if root == 1:
+        return table.keys() - {1}
+    children: dict[int, list[int]] = {}
+    for pid, process in table.items():
+        children.setdefault(process.ppid, []).append(pid)
+    found: set[int] = set()
+    todo = [root]
+    while todo:
+        for pid in children.get(todo.pop(), ()):
+            if pid not in found:
+                found.add(pid)
+                todo.append(pid)
+    return found
+
+
+def started_since(known: Collection[int], spared: Collection[int], table: dict[int, Process]) -> set[int]:
+    """Processes below this one that are neither in `spared` or `known`, nor children of one in `known`.
+
+    `spared` are this process's own helpers (the session shell): they live, but what they started does not.
+    """
+    me = os.getpid()
+    found = set()
+    for pid in descendants(me, table) - set(spared) - set(known):
+        ancestor, steps = table[pid].ppid, 0
+        while ancestor in table and ancestor != me and ancestor not in spared and steps < 4096:
+            if ancestor in known:
+                break
+            ancestor, steps = table[ancestor].ppid, steps + 1
+        else:
+            found.add(pid)
+    return found
+
+
+def send(pids: Iterable[int], number: signal.Signals) -> None:
+    """Signal each process that is still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def kill_all(spared: Collection[int] = (), known: Collection[int] = ()) -> None:
+    """Stop, then kill everything that `started_since` names, until nothing new appears (a fork bomb loses)."""
+    stopped: set[int] = set()
+    for _attempt in range(50):
+        fresh = started_since(known, spared, scan()) - stopped
+        if not fresh:
+            break
+        send(fresh, signal.SIGSTOP)
+        stopped |= fresh
+    send(stopped, signal.SIGKILL)

@@ -1,0 +1,348 @@
+"""The session shell: one bash (or sh) fed through a pipe, one command at a time.
+
+Each command is a file that the shell sources with stdin from /dev/null and output to a FIFO of its own. Exit status
+and exported variables come back on a private descriptor, so nothing in the output can be mistaken for them. This side
+always drains the FIFO into a bounded buffer: no writer ever blocks or sees a full disk, and a background child neither
+holds the call nor mixes into the next result. A shell that goes away is replaced with the same directory and exports.
+"""
+
+# ruff: noqa: PTH
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from . import processes
+from .cgroups import oom_kills
+from .files import write_all
+
+INTERRUPT_GRACE = 2.0
+KILL_GRACE = 0.5
+SWEEP = 0.05
+STATUS_FD = 9
+READ = 1 << 17
+
+_LINE = (
+    "\\unset -f unset printf export; {status}. {dir}/{name} </dev/null >{dir}/out.{number} 2>&1 {fd}>&-; "
+    "{{ printf '%s ' \"$?\"; export -p; printf '\\0'; }} >&{fd} || exit\n"
+)
+_PROLOGUE = "echo 500 >/proc/self/oom_score_adj; . {dir}/exports; \\cd .\n"
+
+Reply = Callable[[dict[str, Any], bytes], None]
+
+
+class Capture:
+    """What was printed and not returned yet: the first and the last half of at most `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was returned."""
+        self._head = bytearray()
+        self._tail: deque[bytes] = deque()
+        self._tail_size = 0
+        self.total = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Take in more output."""
+        self.total += len(chunk)
+        room = self.limit - self.limit // 2 - len(self._head)
+        if room > 0:
+            self._head += chunk[:room]
+            chunk = chunk[room:]
+        if chunk:
+            self._tail.append(chunk)
+            self._tail_size += len(chunk)
+            while self._tail_size - len(self._tail[0]) >= self.limit // 2:
+                self._tail_size -= len(self._tail.popleft())
+                if not self._tail:
+                    break
+
+    def take(self) -> tuple[int, bytes]:
+        """Length of the head, and head plus tail; then start anew."""
+        head = len(self._head)
+        kept = self.limit // 2
+        tail = b"".join(self._tail)[-kept:] if kept else b""
+        data = bytes(self._head) + tail
+        self.clear()
+        return head, data
+
+
+class Running:
+    """The command that the shell works on, and where it is on its way to an end."""
+
+    def __init__(self, request: dict[str, Any], reply: Reply) -> None:
+        now = time.monotonic()
+        self.waiters: list[Reply] = [reply]
+        self.capture = Capture(request["max_output_bytes"])
+        self.started = self.printed = now
+        self.deadline = now + request["timeout"]
+        self.soft: float | None = request["soft_timeout"]
+        self.phase = "run"
+        self.phase_until = 0.0
+        self.timed_out = False
+        self.next_sweep = 0.0
+        self.interrupted: set[int] = set()
+        self.known: set[int] = set()
+        self.reader = self.writer = -1
+
+
+class Shell:
+    """Owns the shell process, its pipes and the FIFO of the running command. Driven by the loop in `init`."""
+
+    def __init__(self, config: dict[str, Any], poller: select.poll, oom_counter: int | None) -> None:
+        self.dir: str = config["run_dir"]
+        self.home: str = config["home"]
+        self.environment: dict[str, str] = {}
+        self.program: str = next((p for p in config["shells"] if os.access(p, os.X_OK)), "/bin/sh")
+        self.poller = poller
+        self.oom_counter = oom_counter
+        self.oom_seen = oom_kills(oom_counter)
+        self.pid = 0
+        self.cwd = self.home
+        self.exports: bytes | None = None
+        self.last_code = 0
+        self.restarted = False
+        self.running: Running | None = None
+        self.finished: tuple[dict[str, Any], bytes] | None = None
+        self.readers: dict[int, Callable[[], None]] = {}
+        self._stdin = self._status = -1
+        self._record = bytearray()
+        self._count = 0
+        self._draining: set[int] = set()
+
+    def spawn(self) -> None:
+        """Start the shell where the last one was. OSError when no process can be had."""
+        stdin, self._stdin = os.pipe()
+        self._status, status = os.pipe()
+        os.set_blocking(self._status, False)
+        with contextlib.suppress(OSError):
+            os.makedirs(self.dir, exist_ok=True)
+        self._write_file("exports", self.exports or b"")
+        try:
+            self.pid = os.fork()
+            if not self.pid:
+                self._exec_shell(stdin, status)
+        finally:
+            os.close(stdin)
+            os.close(status)
+        self._record.clear()
+        self._watch(self._status, self._read_status)
+        os.write(self._stdin, _PROLOGUE.format(dir=self.dir).encode())
+
+    def _exec_shell(self, stdin: int, status: int) -> None:
+        try:
+            os.setsid()
+            null = os.open("/dev/null", os.O_RDWR)
+            status = os.dup(status)
+            for source, target in ((stdin, 0), (null, 1), (null, 2)):
+                os.dup2(source, target)
+            os.dup2(status, STATUS_FD)
+            os.closerange(3, STATUS_FD)
+            os.closerange(STATUS_FD + 1, 1 << 16)
+            for folder in (self.cwd, self.home, "/"):
+                with contextlib.suppress(OSError):
+                    os.chdir(folder)
+                    break
+            os.umask(0o022)
+            for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            name = os.path.basename(self.program)
+            arguments = [name, "--noprofile", "--norc"] if name == "bash" else [name]
+            os.execve(self.program, arguments, self.environment if self.exports is None else {})
+        finally:
+            os._exit(127)
+
+    def _write_file(self, name: str, data: bytes) -> None:
+        path = f"{self.dir}/{name}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            write_all(file, data)
+        finally:
+            os.close(file)
+
+    def start(self, request: dict[str, Any], command: bytes, reply: Reply) -> None:
+        """Give the shell a command. OSError when the sandbox is too broken to take one."""
+        if not self.pid:
+            self.spawn()
+        running = Running(request, reply)
+        self._count += 1
+        name = os.path.basename(self.program)
+        self._write_file(name, command.replace(b"\0", b""))
+        fifo = f"{self.dir}/out.{self._count}"
+        os.mkfifo(fifo)
+        os.chmod(fifo, 0o622)
+        running.reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        running.writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        running.known = set(map(int, filter(str.isdigit, os.listdir("/proc")))) - {self.pid}
+        self.finished, self.running = None, running
+        self.oom_seen = oom_kills(self.oom_counter)
+        self._watch(running.reader, lambda: self._read_output(running))
+        line = _LINE.format(dir=self.dir, name=name, number=self._count, fd=STATUS_FD, status=self._restore_status())
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._stdin, line.encode())
+
+    def _restore_status(self) -> str:
+        """What to run so that the command finds the last one's `$?`; the right side of `||` still obeys `set -e`."""
+        if not self.last_code:
+            return ""
+        self._write_file("status", f"return {self.last_code}\n".encode())
+        return f". {self.dir}/status || "
+
+    def poll(self, soft_timeout: float | None, reply: Reply) -> bool:
+        """Answer `reply` with what the running command comes to; False when there is none."""
+        if self.finished is not None:
+            finished, self.finished = self.finished, None
+            reply(*finished)
+        elif self.running is not None:
+            self.running.waiters.append(reply)
+            self.running.soft, self.running.printed = soft_timeout, time.monotonic()
+        else:
+            return False
+        return True
+
+    def interrupt(self, reply: Reply) -> bool:
+        """End the running command and answer with how it went; False when there is none."""
+        if self.running is not None and self.running.phase == "run":
+            self._end(self.running)
+        return self.poll(None, reply)
+
+    def kill(self) -> None:
+        """Kill everything inside; the next command finds a fresh shell."""
+        processes.kill_all()
+
+    def died(self, status: int) -> None:
+        """The loop reaped the shell."""
+        with contextlib.suppress(OSError):
+            self._read_status()
+        self._unwatch(self._status)
+        os.close(self._status)
+        os.close(self._stdin)
+        self.pid, self.restarted = 0, True
+        code = os.waitstatus_to_exitcode(status)
+        if self.running is not None:
+            if self.running.phase == "kill":
+                processes.kill_all(known=self.running.known)
+            self._finish(self.running, 128 - code if code < 0 else code)
+        with contextlib.suppress(OSError):
+            self.spawn()
+
+    def next_event(self) -> float | None:
+        """Seconds until `tick` wants to be called."""
+        running = self.running
+        if running is None:
+            return None
+        moments = [running.deadline if running.phase == "run" else running.next_sweep]
+        if running.soft is not None and running.waiters and running.phase == "run":
+            moments.append(running.printed + running.soft)
+        return max(0.0, min(moments) - time.monotonic())
+
+    def tick(self) -> None:
+        """Let time pass for the running command: soft timeout, deadline, interrupt, kill."""
+        running, now = self.running, time.monotonic()
+        if running is None:
+            return
+        if running.phase == "run":
+            if now >= running.deadline:
+                running.timed_out = True
+                self._end(running)
+            elif running.soft is not None and running.waiters and now >= running.printed + running.soft:
+                self._answer(running, {"running": True, "exit_code": -1})
+        elif now >= running.next_sweep:
+            self._sweep(running, now)
+
+    def _end(self, running: Running) -> None:
+        running.phase, running.phase_until = "interrupt", time.monotonic() + INTERRUPT_GRACE
+        self._sweep(running, time.monotonic())
+
+    def _sweep(self, running: Running, now: float) -> None:
+        """Interrupt what the command started, later kill it, at last kill the shell that still waits for it."""
+        if running.phase == "interrupt" and now >= running.phase_until:
+            running.phase, running.phase_until = "kill", now + KILL_GRACE
+        if running.phase == "interrupt":
+            fresh = processes.started_since(running.known, (self.pid,), processes.scan()) - running.interrupted
+            processes.send(fresh, signal.SIGINT)
+            running.interrupted |= fresh
+        else:
+            processes.kill_all((self.pid,), running.known)
+            if now >= running.phase_until:
+                processes.send((self.pid,), signal.SIGKILL)
+        running.next_sweep = now + SWEEP
+
+    def _read_output(self, running: Running) -> None:
+        try:
+            chunk = os.read(running.reader, READ)
+        except BlockingIOError:
+            return
+        if running is self.running:
+            running.capture.add(chunk)
+            running.printed = time.monotonic()
+        elif not chunk:
+            self._unwatch(running.reader)
+            os.close(running.reader)
+
+    def _read_status(self) -> None:
+        try:
+            chunk = os.read(self._status, READ)
+        except BlockingIOError:
+            return
+        if not chunk:
+            # Nobody holds the descriptor any more, so no report will come: let the shell end after this command.
+            self._unwatch(self._status)
+            null = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(null, self._stdin)
+            os.close(null)
+            return
+        self._record += chunk
+        if self._record.endswith(b"\0") and self.running is not None:
+            code, _space, self.exports = bytes(self._record[:-1]).rpartition(b"\0")[2].partition(b" ")
+            self._record.clear()
+            self._remember_cwd()
+            self._finish(self.running, int(code) if code.isdigit() else 1)
+
+    def _remember_cwd(self) -> None:
+        with contextlib.suppress(OSError):
+            self.cwd = os.readlink(f"/proc/{self.pid}/cwd").removesuffix(" (deleted)")
+
+    def _finish(self, running: Running, code: int) -> None:
+        self.running, self.last_code = None, code
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(running.reader, READ):
+                running.capture.add(chunk)
+        os.close(running.writer)
+        with contextlib.suppress(OSError):
+            os.unlink(f"{self.dir}/out.{self._count}")
+        result = {"exit_code": 124 if running.timed_out else code, "timed_out": running.timed_out}
+        result["oom"] = oom_kills(self.oom_counter) > self.oom_seen
+        result["session_restarted"], self.restarted = self.restarted, False
+        self._answer(running, result)
+
+    def _answer(self, running: Running, result: dict[str, Any]) -> None:
+        total = running.capture.total
+        head, data = running.capture.take()
+        seconds = time.monotonic() - running.started
+        result |= {"cwd": self.cwd, "seconds": seconds, "head": head, "output_bytes": total}
+        if not running.waiters:
+            self.finished = (result, data)
+        for waiter in running.waiters:
+            waiter(result, data)
+        running.waiters.clear()
+
+    def _watch(self, fd: int, reader: Callable[[], None]) -> None:
+        self.readers[fd] = reader
+        self.poller.register(fd, select.POLLIN)
+
+    def _unwatch(self, fd: int) -> None:
+        if self.readers.pop(fd, None):
+            self.poller.unregister(fd)

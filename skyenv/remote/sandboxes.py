@@ -1,0 +1,156 @@
+"""The sandboxes of one machine, by name, from creation to burial.
+
+`Node` owns the backend, every session and the reaper. What a client abandons ends with its lease; what a closed node
+leaves behind is nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+from anyio.abc import TaskGroup
+
+from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable, SkyEnvError
+from skyenv.remote.backends import Backend
+from skyenv.remote.protocol import CreateRequest
+from skyenv.remote.session import CallLog, Result, Session
+from skyenv.remote.tasks import background_tasks
+
+REAP_INTERVAL = 1.0
+STARTS_AT_A_TIME = 4
+TOMBSTONES = 4096
+CLOSE_TIMEOUT = 30.0
+_NAME = re.compile(r"[0-9a-f]{32}")
+
+
+class Node:
+    """Sandboxes by name, from creation to burial. Enter it with `open`."""
+
+    def __init__(self, backend: Backend, *, max_sandboxes: int = 512) -> None:
+        self.backend = backend
+        self._max = max_sandboxes
+        self._sessions: dict[str, Session] = {}
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._starts = anyio.CapacityLimiter(STARTS_AT_A_TIME)
+        self._places = 0
+        self._group: TaskGroup | None = None
+        self._calls: CallLog | None = None
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Serve inside the block; every sandbox is gone afterwards."""
+        async with self.backend.open(), background_tasks() as group:
+            self._group, self._calls = group, CallLog(group)
+            group.start_soon(self._reap)
+            try:
+                yield
+            finally:
+                for session in list(self._sessions.values()):
+                    session.channel.close("the node is closing")
+
+    @property
+    def calls(self) -> CallLog:
+        """Calls that belong to no sandbox: creations, snapshots."""
+        if self._calls is None:
+            raise SandboxUnavailable("the node is not open")
+        return self._calls
+
+    def session(self, name: str) -> Session:
+        """A living sandbox, its lease renewed. SandboxLost with the reason when there is none."""
+        session = self._sessions.get(name)
+        if session is None:
+            raise SandboxLost(f"sandbox {name}: {self._gone.get(name, 'unknown on this node')}")
+        session.touch()
+        return session
+
+    async def create(self, name: str, request: CreateRequest) -> Result:
+        """Start a sandbox under a name that the client chose."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError("a sandbox's name is 32 hexadecimal digits")
+        if name in self._gone:
+            raise SandboxLost(f"sandbox {name}: {self._gone[name]}")
+        if self._places >= self._max:
+            raise SandboxUnavailable(f"all {self._max} places of this node are taken", retry_after=1.0)
+        self._places += 1
+        try:
+            async with self._starts:
+                await self._start(name, request)
+        except SkyEnvError:
+            await self._destroy(name)
+            raise
+        if name in self._gone:
+            await self._destroy(name)
+            raise SandboxLost(f"sandbox {name}: deleted")
+        return Result({})
+
+    async def _start(self, name: str, request: CreateRequest) -> None:
+        if self._group is None:
+            raise SandboxUnavailable("the node is not open")
+        sock = await self.backend.create(name, request)
+        session = Session(name, sock, request.spec.ttl, self._group)
+        self._sessions[name] = session
+        self._group.start_soon(self._serve, session)
+        env = self.backend.environment(name)
+        if request.spec.cpus is not None:
+            env["OMP_NUM_THREADS"] = str(max(1, round(request.spec.cpus)))
+        await session.begin(env | request.env)
+
+    async def _serve(self, session: Session) -> None:
+        await session.channel.serve()
+        if session.name in self._sessions:
+            await self._end(session.name, "its first process ended (killed or out of memory)")
+
+    async def delete(self, name: str) -> Result:
+        """End a sandbox now. Idempotent; a creation under way is undone when it is done."""
+        await self._end(name, "deleted")
+        return Result({})
+
+    async def _end(self, name: str, reason: str) -> None:
+        self._gone.setdefault(name, reason)
+        while len(self._gone) > TOMBSTONES:
+            self._gone.popitem(last=False)
+        if self._sessions.get(name) is not None:
+            await self._destroy(name)
+
+    async def _destroy(self, name: str) -> None:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT):
+            session = self._sessions.pop(name, None)
+            if session is not None:
+                session.channel.close("the sandbox was deleted")
+            await self.backend.destroy(name)
+            self._places -= 1
+
+    async def _reap(self) -> None:
+        while True:
+            await anyio.sleep(REAP_INTERVAL)
+            for name in [name for name, session in self._sessions.items() if session.expired]:
+                await self._end(name, "its lease ran out")
+
+    async def snapshot(self, name: str) -> Result:
+        """Copy a sandbox's files while nothing in it moves."""
+        session = self.session(name)
+        await session.freeze()
+        try:
+            return Result({"snapshot": await self.backend.snapshot(name)})
+        finally:
+            with anyio.CancelScope(shield=True):
+                await session.thaw()
+
+    def renew(self, names: list[str]) -> list[str]:
+        """Renew leases; returns the names that are not alive."""
+        lost = []
+        for name in names:
+            if (session := self._sessions.get(name)) is None:
+                lost.append(name)
+            else:
+                session.touch()
+        return lost
+
+    def describe(self) -> dict[str, Any]:
+        """For `health`."""
+        return {**self.backend.describe(), "sandboxes": len(self._sessions), "max_sandboxes": self._max}
