@@ -17,8 +17,8 @@ import anyio
 
 from skyenv.core import Engine, Env
 from skyenv.errors import ConfigError, EngineError, EnvError, SandboxError, boundary
-from skyenv.formats import Parsed
-from skyenv.renderer import Renderer
+from skyenv.formats import Parsed, get
+from skyenv.renderer import ByteTokenizer, Renderer
 from skyenv.stuck import STRICT, StuckDetector, StuckRule
 from skyenv.types import (
     Completion,
@@ -40,6 +40,11 @@ FINISH_ALONE = "finish must be the only call of its turn. Nothing was run."
 FIRST_ONLY = "[Only the first of {calls} calls was run. Make one call per turn.]"
 TURNS_LEFT = "[{turns} turns left. Call finish before they run out.]"
 STUCK_WARNING = "[You repeat yourself: {what}. Try something else.]"
+
+
+def byte_renderer() -> Renderer:
+    """The renderer for engines that take text: bytes as tokens, calls in the `codeact` format."""
+    return Renderer(ByteTokenizer(), get("codeact"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +109,27 @@ async def rollout(
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a turn's text led to: the observation, the call it answers, and how the episode stands."""
+    """What a turn's text led to: a text for each call (None: for no call), and how the episode stands."""
 
-    observation: str
-    call: ToolCall | None = None
+    results: tuple[tuple[str, ToolCall | None], ...]
     error: str | None = None
     failed: bool = False
     stop: StopReason | None = None
+
+    @classmethod
+    def refused(cls, error: str) -> _Answer:
+        """Nothing was run, and why."""
+        return cls(((error, None),), error=error, failed=True)
+
+    @property
+    def observation(self) -> str:
+        """All texts, as a reader sees them."""
+        return "\n".join(text for text, _ in self.results)
+
+    def with_note(self, note: str) -> _Answer:
+        """The same with a line at the end of the last text."""
+        *before, (text, call) = self.results
+        return replace(self, results=(*before, (f"{text}\n{note}", call)))
 
 
 class _Episode:
@@ -128,7 +147,7 @@ class _Episode:
         self.cut_off = False
         with boundary(EnvError, "env.prompt"):
             trajectory.prompt = tuple(env.prompt)
-        self.messages: list[Message] = list(trajectory.prompt)
+        self.messages: list[Message] = list(renderer.conversation(trajectory.prompt, env.tools))
         trajectory.prompt_hash = renderer.prompt_hash(trajectory.prompt, env.tools)
         trajectory.segments.append(Segment())
         self.pending = list(renderer.prompt(trajectory.prompt, env.tools))
@@ -231,8 +250,8 @@ class _Episode:
         self.cut_off = completion.finish_reason == "length" and not parsed.calls
         if self.cut_off:
             self._count("cut_off")
-            text = CUT_OFF.format(tokens=self.options.answer_budget)
-            return _Answer(text, error=text, failed=True)
+            text = parsed.error or CUT_OFF.format(tokens=self.options.answer_budget)
+            return _Answer.refused(text)
         calls, error = list(parsed.calls), parsed.error
         if not calls and error is None:
             return self._nudge()
@@ -241,43 +260,38 @@ class _Episode:
             error = FINISH_ALONE
         if error is not None:
             self._count("parse_errors")
-            return self._judge(_Answer(error, error=error, failed=True), ToolCall("", {"error": error}))
+            return self._judge(_Answer.refused(error), ToolCall("", {"error": error}))
         if self.options.rules.all_calls:
             return await self._run_all(calls, deadline)
         answer = await self._run(calls[0], deadline)
         if len(calls) > 1 and answer.stop is None:
             self._count("dropped_calls", len(calls) - 1)
-            return replace(answer, observation=f"{answer.observation}\n{FIRST_ONLY.format(calls=len(calls))}")
+            return answer.with_note(FIRST_ONLY.format(calls=len(calls)))
         return answer
 
     def _nudge(self) -> _Answer:
         """Ask for a call; the `max_nudges`-th turn in a row without one ends the run."""
         self.turns_without_call += 1
         if self.turns_without_call >= self.options.limits.max_nudges:
-            return _Answer("", stop=StopReason.NO_TOOL_CALL)
+            return _Answer((), stop=StopReason.NO_TOOL_CALL)
         self._count("nudges")
-        return _Answer(NUDGE)
+        return _Answer(((NUDGE, None),))
 
     async def _run_all(self, calls: Sequence[ToolCall], deadline: float) -> _Answer:
-        """Every call in order until one ends the episode; the observations become one."""
+        """Every call in order until one ends the episode."""
         answers: list[_Answer] = []
         for call in calls:
             answers.append(await self._run(call, deadline))
             if answers[-1].stop is not None:
                 break
-        if len(answers) == 1:
-            return answers[0]
-        text = "\n".join(
-            f"[{number} of {len(calls)}: {call.name}]\n{answer.observation}"
-            for number, (call, answer) in enumerate(zip(calls, answers, strict=False), start=1)
-        )
-        return replace(answers[-1], observation=text, call=calls[0])
+        return replace(answers[-1], results=tuple(result for answer in answers for result in answer.results))
 
     async def _run(self, call: ToolCall, deadline: float) -> _Answer:
         """One call on the environment, and whether the policy repeats itself."""
         step = await self._step(call, deadline)
         self._count("tool_calls")
-        answer = _Answer(step.observation, call, failed=bool(step.info.get("failed")), stop=_env_stop(step))
+        failed = bool(step.info.get("failed"))
+        answer = _Answer(((step.observation, call),), failed=failed, stop=_env_stop(step))
         return self._judge(answer, call)
 
     async def _step(self, call: ToolCall, deadline: float) -> Step:
@@ -296,7 +310,7 @@ class _Episode:
             self.warned = True
             self._count("stuck_warnings")
             self.detector.clear()
-            return replace(answer, observation=f"{answer.observation}\n{STUCK_WARNING.format(what=what)}")
+            return answer.with_note(STUCK_WARNING.format(what=what))
         return replace(answer, stop=StopReason.STUCK)
 
     def _with_reminder(self, answer: _Answer) -> _Answer:
@@ -304,14 +318,14 @@ class _Episode:
         left = self.options.limits.max_turns - len(self.trajectory.turns)
         if answer.stop is not None or not 0 < left <= self.options.rules.remind_turns:
             return answer
-        return replace(answer, observation=f"{answer.observation}\n{TURNS_LEFT.format(turns=left)}")
+        return answer.with_note(TURNS_LEFT.format(turns=left))
 
     def _observe(self, text: str, answer: _Answer, ids: Sequence[int]) -> None:
         """Make the observation the next generation's context."""
-        self.pending = list(self.renderer.observation(answer.observation, answer.call, completion_ids=ids))
+        self.pending = list(self.renderer.observations(answer.results, completion_ids=ids))
         self._count("observation_tokens", len(self.pending))
         self.messages.append(Message("assistant", text))
-        self.messages.append(Message("tool", answer.observation, answer.call.name if answer.call else None))
+        self.messages += [self.renderer.format.observation(*result) for result in answer.results]
 
 
 def _env_stop(step: Step) -> StopReason | None:

@@ -7,14 +7,11 @@ AssertionErrors that names every check that failed. Suites load when they are us
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from skyenv.testing.sandbox import check_sandbox as check_sandbox
+from typing import Any
 
 _SUITES = {"check_env": "env", "check_engine": "engine", "check_sandbox": "sandbox"}
 
-__all__ = ["check_engine", "check_env", "check_sandbox"]  # noqa: F822 (made by __getattr__)
+__all__ = ["check_engine", "check_env", "check_sandbox"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,6 @@ from typing import Self, TypeVar
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
-from skyenv import formats
 from skyenv.core import Engine, Env, MakeEnv, Reward, Task
 from skyenv.errors import (
     ConfigError,
@@ -35,9 +34,9 @@ from skyenv.errors import (
     SkyEnvError,
     boundary,
 )
-from skyenv.renderer import ByteTokenizer, Renderer
+from skyenv.renderer import Renderer
 from skyenv.rewards import reward_function
-from skyenv.rollout import RolloutOptions, TurnRules, rollout
+from skyenv.rollout import RolloutOptions, TurnRules, byte_renderer, rollout
 from skyenv.types import Failure, Limits, SamplingParams, StopReason, Trajectory, TrajectoryGroup
 from skyenv.vector.background import Background
 from skyenv.vector.progress import Board, Item, OnEvent, Progress, Stage, State
@@ -69,7 +68,7 @@ class RolloutPipeline:
     """What every run of a pipeline shares; immutable, holds nothing open.
 
     `make_env` makes a fresh environment for each attempt. `renderer` must be the engine's own tokenizer and format
-    (the default, bytes and `codeact`, fits engines that take text). `stop_policy` maps a stop reason to `keep` (the
+    (the default, `byte_renderer`, fits engines that take text). `stop_policy` maps a stop reason to `keep` (the
     default), `mask`, `zero`, or a number that is taken off the reward; failures are always masked. `reward` is a
     function, a name or `package.module:function`. `on_event` is called on the event loop at every change and must not
     block. Raises ConfigError for values that cannot work.
@@ -77,7 +76,7 @@ class RolloutPipeline:
 
     engine: Engine
     make_env: MakeEnv
-    renderer: Renderer = field(default_factory=lambda: Renderer(ByteTokenizer(), formats.get("codeact")))
+    renderer: Renderer = field(default_factory=byte_renderer)
     limits: Limits = field(default_factory=Limits)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     rules: TurnRules = field(default_factory=TurnRules)
@@ -306,7 +305,7 @@ class _Work:
         """Grade, then reward, then what the stop policy makes of it."""
         with boundary(RewardError, "env.aevaluate"):
             reward, verdict = await env.aevaluate()
-            trajectory.verdict = {"reward": reward, **verdict}
+            trajectory.verdict = {**verdict, "reward": reward}
         with boundary(RewardError, "reward"):
             reward = self._reward(trajectory)
         trajectory.reward = settled(reward, trajectory.stop_reason, self.pipeline.stop_policy)
