@@ -8,9 +8,13 @@ import stat
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from skyenv.errors import SandboxConflict, SandboxPathError
 from skyenv.types import FileInfo
+
+settings.register_profile("no-deadline", deadline=None)  # a loaded machine is not a failing example
+settings.load_profile("no-deadline")
 
 
 def refuse(code: int, path: str) -> SandboxPathError:

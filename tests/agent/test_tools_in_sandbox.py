@@ -1,0 +1,238 @@
+"""The tools on a real sandbox: the shell's conformance rows, and what only a real file system shows of the editor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+import pytest_asyncio
+
+import skyenv
+from skyenv.core import Sandbox, SandboxProvider, Tool
+from skyenv.tools import ExecuteBash, StrReplaceEditor, check_arguments
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Desk:
+    """The tools of one episode in one sandbox, called as an environment calls them."""
+
+    def __init__(self, sandbox: Sandbox, soft_timeout: float) -> None:
+        self.sandbox = sandbox
+        self.bash = ExecuteBash(soft_timeout=soft_timeout)
+        self.editor = StrReplaceEditor()
+
+    async def __call__(self, command: str, **rest: Any) -> str:
+        return await self._run(self.bash, {"command": command, **rest})
+
+    async def edit(self, command: str, path: str, **rest: Any) -> str:
+        return await self._run(self.editor, {"command": command, "path": path, **rest})
+
+    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> str:
+        checked = check_arguments(tool.spec, arguments)
+        assert not isinstance(checked, str), checked
+        with anyio.fail_after(60):
+            return await tool.run(checked, self.sandbox)
+
+
+Open = Callable[..., AbstractAsyncContextManager[Desk]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def desk() -> AsyncIterator[Open]:
+    """Opens desks on one node; the task that opens the client also closes it, as structured concurrency wants."""
+    opened: asyncio.Future[SandboxProvider] = asyncio.get_running_loop().create_future()
+    done = asyncio.Event()
+
+    async def hold() -> None:
+        async with skyenv.connect() as client:
+            opened.set_result(client)
+            await done.wait()
+
+    holder = asyncio.create_task(hold())
+    await asyncio.wait([holder, opened], return_when=asyncio.FIRST_COMPLETED)
+    if holder.done():
+        holder.result()
+    client = opened.result()
+
+    @asynccontextmanager
+    async def open_desk(soft_timeout: float = 20.0) -> AsyncIterator[Desk]:
+        async with client.sandbox() as sandbox:
+            yield Desk(sandbox, soft_timeout)
+
+    yield open_desk
+    done.set()
+    await holder
+
+
+def code(answer: str) -> int:
+    return int(answer.rsplit("exit code ", 1)[1].rstrip("]"))
+
+
+def cwd(answer: str) -> str:
+    return answer.rsplit("[Current working directory: ", 1)[1].split("]")[0]
+
+
+def output(answer: str) -> str:
+    return answer.split("\n[")[0] if not answer.startswith("[") else ""
+
+
+async def test_b1_state_persists(desk: Open) -> None:
+    async with desk() as run:
+        assert output(await run("echo hi")) == "hi"
+        await run("cd /tmp; export A=1; f(){ echo f; }")
+        assert output(await run("pwd; echo $A; f")) == "/tmp\n1\nf"
+        assert cwd(await run("(cd /)")) == "/tmp"
+
+
+async def test_b2_b15_exit_codes(desk: Open) -> None:
+    async with desk() as run:
+        await run("cd /tmp; export A=kept")
+        for command, expected in (("false", 1), ("(exit 3)", 3), ("nosuch", 127)):
+            assert code(await run(command)) == expected
+        for command, expected in (("kill -9 $$", 137), ("exit 3", 3)):
+            answer = await run(command)
+            assert code(answer) == expected
+            assert "a new one was started" in answer
+            assert output(await run("pwd; echo $A")) == "/tmp\nkept"
+
+
+async def test_b4_b25_soft_timeout_and_interrupt(desk: Open) -> None:
+    async with desk(0.5) as run:
+        assert "still running" in await run("echo begun; sleep 100")
+        assert "still running" in await run("")
+        assert "still running, and your text" in await run("ls")
+        assert code(await run("C-c")) == 130
+        assert output(await run("echo free")) == "free"
+        assert "still running" in await run("trap '' INT; sleep 300")
+        answer = await run("C-c")
+        if "still running" in answer:
+            answer = await run("C-c")
+        assert code(answer) >= 128
+        assert output(await run("echo free")) == "free"
+
+
+async def test_b6_output_keeps_a_command_going(desk: Open) -> None:
+    async with desk(1.0) as run:
+        answer = await run("for i in 1 2 3 4 5 6; do echo $i; sleep 0.3; done")
+        assert code(answer) == 0
+        assert output(answer) == "1\n2\n3\n4\n5\n6"
+
+
+async def test_b22_hard_timeout_kills(desk: Open) -> None:
+    async with desk() as run:
+        answer = await run("echo begun; sleep 100", timeout=1)
+        assert "killed: it ran longer than 1 seconds" in answer
+        assert code(answer) == 124
+        assert output(await run("echo free")) == "free"
+
+
+async def test_b8_readers_get_end_of_file(desk: Open) -> None:
+    async with desk(5.0) as run:
+        assert code(await run("cat")) == 0
+        assert code(await run("read x")) == 1
+        assert code(await run("python3")) == 0
+
+
+async def test_b9_background_jobs_do_not_hold_the_call(desk: Open) -> None:
+    async with desk(5.0) as run:
+        assert "Running" in await run("sleep 100 &\njobs")
+        assert code(await run("sleep 1 & false")) == 1
+        assert code(await run("(while sleep 0.05; do echo noise; done) & true")) == 0
+        assert code(await run("(exit 7)")) == 7
+
+
+async def test_b10_a_server_serves_the_next_turn(desk: Open) -> None:
+    async with desk() as run:
+        await run("mkdir -p /tmp/www; cd /tmp/www; echo hello > page; python3 -m http.server 8765 > /tmp/log 2>&1 &")
+        get = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:8765/page').read().decode())"
+        wait = "for i in $(seq 50); do"
+        answer = await run(f'{wait} python3 -c "{get}" 2>/dev/null && break; sleep 0.1; done')
+        assert output(answer).strip() == "hello"
+
+
+async def test_b11_b13_scripts_and_syntax_errors(desk: Open) -> None:
+    async with desk(5.0) as run:
+        assert output(await run("echo a\necho b")) == "a\nb"
+        assert code(await run("# only a comment")) == 0
+        for broken in ('echo "unterminated', "if true; then", "echo `"):
+            assert code(await run(broken)) == 2
+        assert output(await run("cat <<'E'\n\ttab\n  $x \\\\ `\nE\necho done")) == "\ttab\n  $x \\\\ `\ndone"
+        assert output(await run("echo 'a\nb' \\| x")) == "a\nb | x"
+
+
+async def test_b14_strict_mode_ends_the_shell_and_says_so(desk: Open) -> None:
+    async with desk() as run:
+        answer = await run("set -euo pipefail\nfalse\necho not reached")
+        assert code(answer) == 1
+        assert "a new one was started" in answer
+        assert output(await run("echo ok")) == "ok"
+
+
+async def test_b17_long_output(desk: Open) -> None:
+    async with desk() as run:
+        answer = await run("seq 1 200000")
+        assert answer.startswith("1\n2\n")
+        assert "\n200000\n" in answer
+        assert len(answer) < 17_000
+        saved = answer.split("is in ")[1].split(" ")[0]
+        assert output(await run(f"tail -n 1 {saved}")) == "200000"
+        answer = await run("printf '%100000s' '' | tr ' ' x")
+        assert "left out" in answer
+
+
+async def test_b18_b19_terminal_output(desk: Open) -> None:
+    async with desk(5.0) as run:
+        assert output(await run(r"printf '\xff\x00ok'")) == "\ufffd\ufffdok"
+        assert output(await run(r"printf '\033[31mred\033[0m'")) == "red"
+        assert output(await run(r"printf '1\r2\r3'")) == "3"
+        assert output(await run(r"printf '\033[6n'; echo x")) == "x"
+        assert output(await run("printf '   lead  \\n'")) == "   lead  "
+        assert code(await run("clear")) in (0, 1)
+        setup = "cd /tmp && git init -q g && cd g && git config user.email a@b && git config user.name n"
+        commits = "for i in $(seq 60); do git commit -q --allow-empty -m m$i; done; git --paginate log --oneline"
+        answer = await run(f"{setup} && {commits}")
+        assert code(answer) == 0
+        assert "m60" in answer
+        assert code(await run("touch a; git add a; git commit")) != 0
+
+
+async def test_b21_deleted_directory(desk: Open) -> None:
+    async with desk() as run:
+        await run("mkdir /tmp/gone; cd /tmp/gone")
+        await run("rm -r /tmp/gone")
+        assert output(await run("echo still here")).endswith("still here")
+        assert code(await run("cd /tmp")) == 0
+
+
+async def test_editor_on_real_files(desk: Open) -> None:
+    """R16, E44, E48, E57, E58: modes, links, hostile names, special files, refused writes."""
+    async with desk() as run:
+        await run(
+            "mkdir -p /tmp/w && cd /tmp/w && printf 'a\\nb\\n' > s.sh && chmod 755 s.sh && ln -s s.sh link && mkfifo p"
+        )
+        assert "edited" in await run.edit("str_replace", "/tmp/w/link", old_str="a", new_str="A")
+        assert "edited" in await run.edit("insert", "/tmp/w/s.sh", insert_line=2, new_str="c")
+        shown = output(await run("cat s.sh; stat -c '%a %F' s.sh; stat -c %F link"))
+        assert shown == "A\nb\nc\n755 regular file\nsymbolic link"
+        assert "gone" not in await run.edit("undo_edit", "/tmp/w/s.sh")
+        for name in ("sp ace", "it's", "a$(touch inj)", "-n", "new\nline"):
+            assert "File created" in await run.edit("create", f"/tmp/w/d/{name}/f", file_text="x\n")
+            assert "     1\tx" in await run.edit("view", f"/tmp/w/d/{name}/f")
+            assert f"/tmp/w/d/{name}/\n" in await run.edit("view", "/tmp/w/d")
+        assert "inj" not in await run("find /tmp /root -name 'inj*' 2>/dev/null | wc -l; ls /tmp/w")
+        for special in ("/tmp/w/p", "/dev/zero"):
+            assert "not a regular file" in await run.edit("view", special)
+        assert (await run.edit("create", "/proc/version/x", file_text="x")).startswith("ERROR")
+        assert (await run.edit("view", "/tmp/" + "n" * 5000)).startswith("ERROR")
+        assert "escape" not in await run.edit("view", "/tmp/w/../../../../etc/passwd-no-such")
+
+
+@pytest.mark.parametrize("command", ["", "C-c"])
+async def test_b3_nothing_runs_at_idle(command: str, desk: Open) -> None:
+    async with desk() as run:
+        assert (await run(command)).startswith("ERROR: no command is running")
