@@ -24,7 +24,7 @@ from skyenv.errors import SandboxPathError, SandboxProtocolError
 MAX_FILES = 2_000
 MAX_CHANGED_BYTES = 64 << 20
 SYMLINK_MODE = stat.S_IFLNK | 0o777
-_EXCLUDED = (".git", *sorted(CACHE_NAMES))
+EXCLUDED = (".git", *sorted(CACHE_NAMES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ async def read_work_tree(box: Sandbox, repo_path: str, base: Tree) -> WorkTree:
     """Stop everything in `box` and compare the tree at `repo_path` with `base`. Raises SandboxError only."""
     await box.kill_processes()
     try:
-        archive = await box.download(repo_path, exclude=_EXCLUDED)
+        archive = await box.download(repo_path, exclude=EXCLUDED)
     except SandboxPathError:
         return WorkTree(missing=True)
     return await to_thread.run_sync(compare, archive, base)
@@ -58,7 +58,7 @@ def compare(archive: bytes, base: Tree) -> WorkTree:
     seen: set[str] = set()
     left = MAX_CHANGED_BYTES
     try:
-        for path, file in _entries(archive):
+        for path, file in entries(archive):
             seen.add(path)
             if file is None:
                 specials.append(path)
@@ -74,8 +74,8 @@ def compare(archive: bytes, base: Tree) -> WorkTree:
     return WorkTree(tuple(ordered), tuple(specials), too_large=len(ordered) > MAX_FILES)
 
 
-def _entries(archive: bytes) -> Iterator[tuple[str, TreeFile | None]]:
-    """Paths relative to the top; None for what is neither file nor link, directories left out."""
+def entries(archive: bytes) -> Iterator[tuple[str, TreeFile | None]]:
+    """Paths relative to the top of a packed tree; None for what is neither file nor link, directories left out."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:", errors="surrogateescape") as tar:
         for member in tar:
             path = member.name.removeprefix("./").rstrip("/")

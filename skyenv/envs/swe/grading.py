@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from skyenv.core import Sandbox, SandboxProvider
-from skyenv.envs.swe.environment import Environments
-from skyenv.envs.swe.extraction import WorkTree, read_work_tree
+from skyenv.envs.swe.environment import Environments, TaskFiles
+from skyenv.envs.swe.extraction import EXCLUDED, WorkTree, entries, read_work_tree
 from skyenv.envs.swe.gitstream import two_commits
-from skyenv.envs.swe.policy import Change, Policy
+from skyenv.envs.swe.policy import Change, Policy, below
 from skyenv.envs.swe.runners import Job, Report, get_runner, parse_events
 from skyenv.envs.swe.sources import Tree
 from skyenv.envs.swe.tasks import SweTask
@@ -151,6 +151,16 @@ async def _grade(grade: Grade, tree: WorkTree, environments: Environments) -> No
         grade.status = "empty_patch"
     else:
         await run_tests(grade, selection.kept, environments)
+        if grade.status == "instance_error":
+            await _blame(grade, environments)
+
+
+async def _blame(grade: Grade, environments: Environments) -> None:
+    """Whether an instance error is the task's fault: then it shows without the patch too."""
+    control = Grade(grade.task)
+    await run_tests(control, (), environments)
+    if control.status != "instance_error":
+        grade.status = "tampered" if "runner_did_not_start" in grade.flags else "patch_rejected"
 
 
 async def run_tests(grade: Grade, kept: tuple[Change, ...], environments: Environments) -> None:
@@ -186,6 +196,27 @@ async def run_tests(grade: Grade, kept: tuple[Change, ...], environments: Enviro
         command = f"cd {shlex.quote(task.repo_path)} && {get_runner(task.runner).command(job)}"
         result = await box.exec(command, timeout=task.timeout)
         _judge(grade, job, result, await _read_events(box, job))
+        if grade.status == "resolved" and await tests_changed(box, task, files):
+            grade.status = "tampered"
+            grade.flags.append("test_files_changed")
+
+
+async def tests_changed(box: Sandbox, task: SweTask, files: TaskFiles) -> bool:
+    """Whether a test file differs from what was put there: code under test may have written to it before its import."""
+    policy = Policy(files.source, files.tests, frozenset())
+    for root in policy.test_roots():
+        expected = {path: file.data for path, file in {**files.source, **files.tests}.items() if below(path, root)}
+        try:
+            if root in expected:
+                found = {root: await box.read_file(f"{task.repo_path}/{root}")}
+            else:
+                archive = await box.download(f"{task.repo_path}/{root}", exclude=EXCLUDED)
+                found = {f"{root}/{path}": file.data for path, file in entries(archive) if file is not None}
+        except SandboxPathError:
+            return True
+        if any(found.get(path) != data for path, data in expected.items()):
+            return True
+    return False
 
 
 async def _read_events(box: Sandbox, job: Job) -> Report:

@@ -63,7 +63,7 @@ class Policy:
     def select(self, changes: Iterable[Change]) -> Selection:
         """Part the changes; flags name the kinds of dropped paths other than caches."""
         kept, dropped, flags = [], [], set()
-        roots = self._test_roots()
+        roots = self.test_roots()
         for change in changes:
             reason = self._reason(change, roots)
             if reason is None:
@@ -73,14 +73,13 @@ class Policy:
                 flags.add(reason)
         return Selection(tuple(kept), tuple(dropped), tuple(sorted(flags - {"cache"})))
 
-    def _test_roots(self) -> frozenset[str]:
-        """Graded files, and above each the highest directory that is one for tests."""
-        roots = set(self.tests)
+    def test_roots(self) -> frozenset[str]:
+        """For each graded file the highest directory above it that is one for tests, else the file itself."""
+        roots = set()
         for path in self.tests:
-            parts = path.split("/")[:-1]
-            named = [number for number, part in enumerate(parts) if part in _TEST_ROOTS]
-            if named:
-                roots.add("/".join(parts[: named[0] + 1]))
+            parts = path.split("/")
+            named = [number for number, part in enumerate(parts[:-1]) if part in _TEST_ROOTS]
+            roots.add("/".join(parts[: named[0] + 1]) if named else path)
         return frozenset(roots)
 
     def _reason(self, change: Change, test_roots: frozenset[str]) -> str | None:
@@ -89,7 +88,7 @@ class Policy:
             return "unsafe_path"
         if is_cache(path):
             return "cache"
-        if any(_below(path, root) or _below(root, path) for root in test_roots):
+        if any(below(path, root) or below(root, path) for root in test_roots):
             return "test_file"
         if parts[-1] in _RUNNER_FILES or (parts[-1] in ("pyproject.toml", "setup.cfg") and _changes_runner(change)):
             return "runner_config"
@@ -107,7 +106,7 @@ class Policy:
             first = path.removeprefix(root).lstrip("/").split("/")[0]
             if first.split(".")[0] in self.runner_modules:
                 own = posixpath.join(root, first)
-                return not any(_below(known, own) for known in self.base)
+                return not any(below(known, own) for known in self.base)
         return False
 
 
@@ -128,7 +127,8 @@ def unsafe(path: str, file: TreeFile | None) -> bool:
     return target.startswith("/") or resolved.split("/")[0] == ".." or parts[-1] in (".gitmodules", ".gitattributes")
 
 
-def _below(path: str, root: str) -> bool:
+def below(path: str, root: str) -> bool:
+    """Whether `path` is `root` or lies in it."""
     return path == root or path.startswith(root + "/")
 
 
