@@ -241,7 +241,7 @@ class _Episode:
             return self.renderer.decode(completion.token_ids), completion.token_ids
         ids = self.renderer.encode(completion.text) if completion.text else []
         self.segment.append_context(ids)
-        self.trajectory.exact = False
+        self.trajectory.exact = self.trajectory.exact and not ids
         self._count("text_tokens", len(ids))
         return completion.text, ids
 

@@ -1,0 +1,183 @@
+"""The pipeline on the real thing: real sandboxes, a real shell, real test runs as the reward."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+import skyenv
+from skyenv.core import Sandbox, SandboxProvider
+from skyenv.engines.scripted import ScriptedEngine
+from skyenv.renderer import ByteTokenizer
+from skyenv.trajectory_io import append_trajectories, read_trajectories
+from skyenv.types import Limits, StopReason, ToolCall, Trajectory
+from skyenv.vector.pipeline import RolloutPipeline
+from tests.rollout.adventure import RENDERER, say
+
+TASK = "clamp-upper-bound"
+GOLD = Path(skyenv.__file__).parent / "envs/swe/data/builtin" / TASK / "gold.patch"
+END = ToolCall("finish", {})
+
+
+def bash(command: str) -> str:
+    return say(ToolCall("execute_bash", {"command": command}))
+
+
+class Counting:
+    """A provider that counts the sandboxes of the provider behind it."""
+
+    def __init__(self, provider: SandboxProvider) -> None:
+        self._provider = provider
+        self.live = self.opened = 0
+
+    def sandbox(self, image: str | None = None, **options: Any) -> AbstractAsyncContextManager[Sandbox]:
+        return self._counted(image, options)
+
+    @asynccontextmanager
+    async def _counted(self, image: str | None, options: dict[str, Any]) -> AsyncIterator[Sandbox]:
+        async with self._provider.sandbox(image, **options) as box:
+            self.live += 1
+            self.opened += 1
+            try:
+                yield box
+            finally:
+                self.live -= 1
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        await self._provider.delete_snapshot(snapshot)
+
+
+@asynccontextmanager
+async def sandboxes() -> AsyncIterator[Counting]:
+    """A node server in this process. Not a fixture: what is opened in a task must be closed in it."""
+    async with skyenv.connect() as client:
+        yield Counting(client)
+
+
+def pipeline(provider: Counting, script: Any, limits: Limits) -> RolloutPipeline:
+    return RolloutPipeline(
+        engine=ScriptedEngine(RENDERER, script),
+        renderer=RENDERER,
+        make_env=lambda: skyenv.make("SkyRL/SWE-v0", tasks="builtin", sandbox=provider),
+        limits=limits,
+    )
+
+
+async def one(provider: Counting, script: Any, limits: Limits) -> Trajectory:
+    (trajectory,) = [t async for t in pipeline(provider, script, limits).run([TASK], group_size=1)]
+    trajectory.segments[0].check(ByteTokenizer.vocab_size)
+    assert RENDERER.drift(trajectory) == 0
+    assert provider.live == 0
+    return trajectory
+
+
+async def test_the_reference_fix_earns_the_reward(tmp_path: Path) -> None:
+    async with sandboxes() as provider:
+        fix = bash(f"cd /testbed && git apply <<'END'\n{GOLD.read_text()}END")
+        trajectory = await one(provider, [bash("ls"), fix, say(END)], Limits())
+        assert (trajectory.stop_reason, trajectory.reward, trajectory.trainable) == (StopReason.FINISH, 1.0, True)
+        assert trajectory.verdict["status"] == "resolved"
+        append_trajectories(tmp_path / "t.jsonl", [trajectory])
+        assert list(read_trajectories(tmp_path / "t.jsonl")) == [trajectory]
+
+
+async def test_work_is_graded_whatever_ended_the_run() -> None:
+    async with sandboxes() as provider:
+        fix = bash(f"cd /testbed && git apply <<'END'\n{GOLD.read_text()}END")
+        trajectory = await one(provider, [fix, bash("pwd")], Limits(max_turns=2))
+        assert (trajectory.stop_reason, trajectory.reward) == (StopReason.MAX_TURNS, 1.0)
+        trajectory = await one(provider, [fix, bash("sleep 600")], Limits(wall_clock=3.0))
+        assert (trajectory.stop_reason, trajectory.reward) == (StopReason.WALL_CLOCK, 1.0)
+        assert trajectory.seconds["run"] < 10
+
+
+async def test_nothing_done_is_worth_nothing() -> None:
+    async with sandboxes() as provider:
+        trajectory = await one(provider, [say(END)], Limits())
+        assert (trajectory.stop_reason, trajectory.reward, trajectory.failure) == (StopReason.FINISH, 0.0, None)
+
+
+async def test_mistakes_are_observations_and_repetition_ends() -> None:
+    async with sandboxes() as provider:
+        edit = {"command": "str_replace", "path": "/testbed/missing.py", "old_str": "a", "new_str": "b"}
+        broken = say(ToolCall("str_replace_editor", edit))
+        trajectory = await one(provider, [bash("nosuch-command"), bash("exit 3"), *[broken] * 5], Limits())
+        assert "127" in trajectory.turns[0].observation
+        assert trajectory.stop_reason is StopReason.STUCK
+        assert trajectory.reward == 0.0
+
+
+async def test_leaving_early_leaves_no_sandbox() -> None:
+    async with sandboxes() as provider:
+        script = {TASK: [say(END)], "queue-order": [bash("sleep 600")]}
+        async with pipeline(provider, script, Limits()).run([TASK, "queue-order"], group_size=2) as run:
+            async for trajectory in run:
+                assert trajectory.task_id == TASK
+                break
+        assert provider.opened > 0
+        assert provider.live == 0
+
+
+async def test_cancelling_in_the_middle_of_a_command_leaves_no_sandbox() -> None:
+    async with sandboxes() as provider:
+        with anyio.move_on_after(2.0) as scope:
+            await one(provider, [bash("sleep 600")], Limits())
+        assert scope.cancelled_caught
+        assert provider.live == 0
+
+
+INTERRUPTED = """
+import sys
+import anyio, skyenv
+from tests.rollout.test_swe import Counting, Limits, bash, pipeline
+
+async def main():
+    async with skyenv.connect() as client:
+        rolled = pipeline(Counting(client), [bash("echo $$ > /tmp/pid; sleep 654")], Limits())
+        run = rolled.run(["clamp-upper-bound"], group_size=2)
+        async with anyio.create_task_group() as group:
+            async def tell():
+                while run.progress.run < 2:
+                    await anyio.sleep(0.05)
+                await anyio.sleep(1.0)
+                print("running", flush=True)
+            group.start_soon(tell)
+            async for trajectory in run:
+                pass
+
+anyio.run(main)
+"""
+
+
+def sleepers() -> list[str]:
+    """Command lines of the processes that the interrupted script's sandboxes run."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if "sleep 654" in line and "anyio" not in line:
+            found.append(line)
+    return found
+
+
+def test_ctrl_c_ends_every_process() -> None:
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ}
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    assert sleepers()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    assert not sleepers()
