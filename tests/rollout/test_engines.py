@@ -293,6 +293,8 @@ async def test_a_server_that_stalls(server: Server) -> None:
     async with OpenAIEngine(server.url, timeout=0.2) as engine:
         with pytest.raises(EngineError, match=r"did not answer within 0\.2 s"):
             await ask(engine)
+        await until(lambda: server.running == 0)
+        assert server.hung_up == 1
 
 
 async def until(condition: Callable[[], bool]) -> None:
