@@ -20,7 +20,6 @@ from anyio.from_thread import BlockingPortal
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 T = TypeVar("T")
-FINALISE_SECONDS = 30.0
 MAIN_THREAD_SECONDS = 0.2
 
 
@@ -47,7 +46,10 @@ class Portal:
         await portal.stop(cancel_remaining=True)
 
     def actor(self, finalise: Callable[[], Awaitable[None]] | None = None) -> Actor:
-        """Start an actor; `finalise` runs in its task when it ends, whatever ends it."""
+        """Start an actor; `finalise` runs in its task when it ends, whatever ends it.
+
+        When the end is a cancellation, so is `finalise`: what it frees shields itself, with its own deadline.
+        """
         return Actor(self._portal, finalise)
 
     def enter(self, context: AbstractAsyncContextManager[T]) -> AbstractContextManager[T]:
@@ -77,15 +79,15 @@ class _Job:
 
     def __init__(self, function: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         self.function = function
-        self.scope = anyio.CancelScope()
         self.done = anyio.Event()
         self.value: Any = None
-        self.error: Exception | None = None
+        self.error: Exception | None = anyio.ClosedResourceError()
 
     async def run(self) -> None:
         try:
-            with self.scope, self:
+            with self:
                 self.value = await self.function()
+                self.error = None
         finally:
             self.done.set()
 
@@ -95,49 +97,56 @@ class _Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.error = error
-        return True
+        if isinstance(error, Exception):
+            self.error = error
+        return self.error is error
 
 
 class Actor:
-    """A task that runs calls in order. Made by `Portal.actor`; `call` and `close` are for other threads."""
+    """A task that runs calls in order. Made by `Portal.actor`; its methods are for other threads.
+
+    Calls are not wrapped in scopes of their own, so that one may leave open what a later one closes. Hence an
+    interrupted call ends the actor.
+    """
 
     def __init__(self, portal: BlockingPortal, finalise: Callable[[], Awaitable[None]] | None) -> None:
         self._portal = portal
         self._finalise = finalise
-        self._future, self._jobs = portal.start_task(self._work, name="skyenv actor")
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._task, self._jobs = portal.start_task(self._work, name="skyenv actor")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no more calls."""
+        return self._task.done()
 
     def submit(self, function: Callable[[], Coroutine[Any, Any, T]]) -> concurrent.futures.Future[T]:
-        """Queue a call; cancelling the future cancels the call."""
+        """Queue a call. The future fails with `anyio.ClosedResourceError` when the actor ends before it is done."""
         return self._portal.start_task_soon(self._pass, function)
 
     def call(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run a call and wait for it; an interrupt of the wait cancels the call."""
+        """Run a call and wait for it; an interrupt of the wait cancels the actor."""
         future = self.submit(function)
         try:
             return future.result()
         finally:
-            future.cancel()
+            if not future.done():
+                self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel the running call and what is queued, finalise, end; does not wait."""
+        self._task.cancel()
 
     def close(self) -> None:
-        """Finish what is queued, finalise, end; idempotent. Raises what `finalise` raised."""
-        if not self._future.done():
+        """Finish what is queued, finalise, end; idempotent. Raises what `finalise` raised, once."""
+        if not self._task.done():
             self._portal.start_task_soon(self._jobs.aclose)
-        concurrent.futures.wait([self._future])
-        if not self._future.cancelled():
-            self._future.result()
+        self._ended.result()
 
     async def _pass(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         job = _Job(function)
         await self._jobs.send(job)
-        try:
-            await job.done.wait()
-        finally:
-            job.scope.cancel()
-            with anyio.CancelScope(shield=True):
-                await job.done.wait()
+        await job.done.wait()
         if job.error is not None:
             raise job.error
         return cast(T, job.value)
@@ -153,18 +162,18 @@ class Actor:
         finally:
             send.close()
             _refuse_queued(receive)
-            if self._finalise is not None:
-                with anyio.move_on_after(FINALISE_SECONDS, shield=True):
+            try:
+                if self._finalise is not None:
                     await self._finalise()
+            finally:
+                self._ended.set_result(None)
 
 
 def _refuse_queued(receive: MemoryObjectReceiveStream[_Job]) -> None:
     """Let nobody wait for a call that will not run."""
     while True:
         try:
-            job = receive.receive_nowait()
+            receive.receive_nowait().done.set()
         except (anyio.WouldBlock, anyio.EndOfStream):
             break
-        job.error = anyio.ClosedResourceError()
-        job.done.set()
     receive.close()

@@ -1,7 +1,8 @@
 """The synchronous face of an environment: Gymnasium's `reset`, `step`, `close` over the asynchronous methods.
 
 The calls run on one portal thread in one task, started by the first of them and ended by `close`. The step that ends an
-episode also evaluates it, so a plain loop sees the reward. Use one face of an instance, not both.
+episode also evaluates it, so a plain loop sees the reward. Ctrl-C in a call ends the episode and frees what it holds.
+Use one face of an instance, not both.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class GymnasiumEnv(Env, gymnasium.Env[str, Any]):
                 portal.close()
 
     def _face(self) -> Actor:
-        if self._actor is None:
+        if self._portal is None:
             self._portal = Portal()
+        if self._actor is None or self._actor.ended:
             self._actor = self._portal.actor(self.aclose)
         return self._actor

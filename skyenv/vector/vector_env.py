@@ -116,14 +116,15 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
         self._last[i] = step
 
     def _run(self, calls: Sequence[Callable[[], Any] | None]) -> None:
-        """Run the calls together and wait for all; the first error is raised, an interrupt cancels them."""
-        futures = [self._actors[i].submit(call) for i, call in enumerate(calls) if call is not None]
+        """Run the calls together and wait for all; the first error is raised, an interrupt ends the environments."""
+        running = [(actor, actor.submit(call)) for actor, call in zip(self._actors, calls, strict=True) if call]
         try:
-            concurrent.futures.wait(futures)
+            concurrent.futures.wait([future for _, future in running])
         finally:
-            for future in futures:
-                future.cancel()
-        for future in futures:
+            for actor, future in running:
+                if not future.done():
+                    actor.cancel()
+        for _, future in running:
             future.result()
 
     def _batch(self, answers: Sequence[Step]) -> tuple[tuple[str, ...], Any, Any, Any, dict[str, Any]]:

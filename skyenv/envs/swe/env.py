@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from skyenv.core import Reward, Sandbox, SandboxProvider
 from skyenv.envs.swe.environment import Environments, start_repository
@@ -30,8 +30,8 @@ class SWEEnv(ToolEnv[SweTask]):
     """One repository, one issue, hidden tests.
 
     `tasks`: a set's name, a path, or a list. `sandbox`: an open provider, which stays its owner's, or a function that
-    opens one, which is entered by the first `areset` and left by `aclose`. `reward`: a name of `skyenv.rewards` or a
-    function. `prompt`: a preset of `prompts`. `aevaluate` returns the verdict of `grading`.
+    opens one, entered by `async with` or the first `areset` and left by `aclose`. `reward`: a name of
+    `skyenv.rewards` or a function. `prompt`: a preset of `prompts`. `aevaluate` returns the verdict of `grading`.
     """
 
     def __init__(
@@ -83,10 +83,17 @@ class SWEEnv(ToolEnv[SweTask]):
 
     async def aclose(self) -> None:
         """Free the episode and leave the provider if it was opened here; idempotent."""
-        await super().aclose()
-        self._environments = None
-        connection, self._connection = self._connection, AsyncExitStack()
-        await connection.aclose()
+        try:
+            await super().aclose()
+        finally:
+            self._environments = None
+            connection, self._connection = self._connection, AsyncExitStack()
+            await connection.aclose()
+
+    async def __aenter__(self) -> Self:
+        """Connect now, so that no scope around a later call is left with the connection open."""
+        await self._connect()
+        return self
 
     async def _connect(self) -> Environments:
         if self._environments is None:

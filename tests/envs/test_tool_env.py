@@ -1,0 +1,180 @@
+"""The base class, through an environment as small as an author would write it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from skyenv.core import Sandbox
+from skyenv.envs.tool_env import ToolEnv
+from skyenv.errors import ConfigError, EnvError, ResetNeeded
+from skyenv.testing.env import check_env
+from skyenv.tools import Finish
+from skyenv.types import Message, ToolCall, ToolSpec
+
+
+@dataclass(frozen=True)
+class Sum:
+    task_id: str
+    numbers: tuple[int, ...]
+
+
+class Say:
+    """A tool without a sandbox; keeps what it was told."""
+
+    spec = ToolSpec(
+        "say",
+        "Say the sum.",
+        {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+    )
+
+    def __init__(self, said: list[int]) -> None:
+        self._said = said
+
+    async def run(self, arguments: Mapping[str, Any], sandbox: Sandbox) -> str:
+        if arguments["number"] == 666:
+            raise RuntimeError("bug")
+        if arguments["number"] == 667:
+            await sandbox.exec("true")
+        self._said.append(arguments["number"])
+        return "noted" * (arguments["number"] if arguments["number"] > 100 else 1)
+
+
+class SumEnv(ToolEnv[Sum]):
+    """Adds numbers."""
+
+    def __init__(self, **options: Any) -> None:
+        self.said: list[int] = []
+        self.open = 0
+        tasks = [Sum(f"sum-{n}", tuple(range(n))) for n in range(2, 12)]
+        super().__init__(tasks, lambda: (Say(self.said), Finish()), **options)
+
+    async def begin(self, task: Sum, resources: AsyncExitStack) -> None:
+        self.said.clear()
+        await resources.enter_async_context(self._counted())
+
+    def instructions(self, task: Sum) -> tuple[Message, ...]:
+        return (Message("user", f"Add {task.numbers}"),)
+
+    async def grade(self, task: Sum, sandbox: Sandbox | None) -> tuple[float, dict[str, Any]]:
+        right = self.said[-1:] == [sum(task.numbers)]
+        return float(right), {"right": right}
+
+    @asynccontextmanager
+    async def _counted(self) -> Any:
+        self.open += 1
+        yield
+        self.open -= 1
+
+
+def say(number: Any) -> ToolCall:
+    return ToolCall("say", {"number": number})
+
+
+async def test_conforms() -> None:
+    await check_env(SumEnv, action=say(1))
+
+
+async def test_an_episode() -> None:
+    async with SumEnv() as env:
+        observation, info = await env.areset(options={"task": "sum-4"})
+        assert (observation, info) == ("Add (0, 1, 2, 3)", {"task_id": "sum-4"})
+        step = await env.astep({"name": "say", "arguments": {"number": "6"}})
+        assert step == ("noted", 0.0, False, False, {"task_id": "sum-4", "turn": 1, "failed": False})
+        step = await env.astep(ToolCall("finish", {}))
+        assert (step.terminated, step.truncated, step.info["stop_reason"]) == (True, False, "finish")
+        with pytest.raises(ResetNeeded):
+            await env.astep(say(6))
+        assert await env.aevaluate() == (1.0, {"right": True})
+
+
+async def test_mistakes_cost_turns_and_the_last_one_truncates() -> None:
+    async with SumEnv(max_turns=3) as env:
+        await env.areset(seed=0)
+        for action, told in (
+            (ToolCall("shout", {}), "There is no tool 'shout'. The tools are: say, finish."),
+            (say("many"), "Parameter 'number' of tool 'say' must be an integer"),
+            ({"error": "no call"}, "no call"),
+        ):
+            step = await env.astep(action)
+            assert step.observation.startswith(told)
+            assert step.info["failed"]
+        assert (step.terminated, step.truncated, step.info["stop_reason"]) == (False, True, "max_turns")
+
+
+@pytest.mark.parametrize(
+    "action", [None, 5, "say", [], {"name": 5}, {"name": "say", "arguments": None}, {"name": ["say"]}]
+)
+async def test_nonsense_is_answered(action: Any) -> None:
+    async with SumEnv() as env:
+        await env.areset(seed=0)
+        step = await env.astep(action)
+        assert step.info["failed"]
+        assert step.observation
+
+
+async def test_finish_in_the_last_turn_is_a_finish() -> None:
+    async with SumEnv(max_turns=1) as env:
+        await env.areset(seed=0)
+        step = await env.astep(ToolCall("finish", {}))
+        assert (step.terminated, step.truncated) == (True, False)
+
+
+async def test_resources_live_as_long_as_the_episode() -> None:
+    async with SumEnv() as env:
+        await env.areset(seed=0)
+        await env.areset(seed=1)
+        assert env.open == 1
+    assert env.open == 0
+    await env.aclose()
+
+
+async def test_long_observations_are_cut() -> None:
+    async with SumEnv(observation_max_chars=500) as env:
+        await env.areset(seed=0)
+        step = await env.astep(say(10_000))
+        assert len(step.observation) < 2_000
+        assert step.observation.startswith("noted")
+        assert step.observation.endswith("noted")
+
+
+@pytest.mark.parametrize("number", [666, 667])
+async def test_a_bug_of_a_tool_raises(number: int) -> None:
+    async with SumEnv() as env:
+        await env.areset(seed=0)
+        with pytest.raises(EnvError):
+            await env.astep(say(number))
+
+
+async def test_seeds_choose_the_task() -> None:
+    async with SumEnv() as env:
+        chosen = [(await env.areset(seed=seed))[1]["task_id"] for seed in (1, 2, 3, 4, 1, 2, 3, 4)]
+        assert chosen[:4] == chosen[4:]
+        assert len(set(chosen)) > 1
+        await env.areset(seed=1)
+        going_on = [(await env.areset())[1]["task_id"] for _ in range(12)]
+        assert len(set(going_on)) > 3
+        own = Sum("own", (1, 1))
+        assert (await env.areset(options={"task": own}))[1] == {"task_id": "own"}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"task": "sum-22"}, "did you mean 'sum-2'"), ({"tsk": "sum-2"}, "'tsk'"), ({"task": 5}, "not int")],
+)
+async def test_wrong_options_are_named(options: dict[str, Any], named: str) -> None:
+    async with SumEnv() as env:
+        with pytest.raises(ConfigError, match=named):
+            await env.areset(options=options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_turns": 0}, {"observation_max_chars": 3}, {"render_mode": "human"}], ids=lambda o: next(iter(o))
+)
+def test_wrong_settings_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        SumEnv(**options)
