@@ -116,8 +116,11 @@ class Init:
     def _exec(self, number: int, header: dict[str, Any], payload: bytes) -> None:
         if self.shell.running is not None:
             self._refuse(number, "busy", "an earlier command is still running; poll or interrupt it first")
-        else:
+            return
+        try:
             self.shell.start(header, payload, partial(self._reply, number))
+        except OSError as error:
+            self._refuse(number, "broken", f"the sandbox cannot start a command: {error}")
 
     def _poll(self, number: int, header: dict[str, Any], _payload: bytes) -> None:
         if not self.shell.poll(header["soft_timeout"], partial(self._reply, number)):

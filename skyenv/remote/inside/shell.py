@@ -29,9 +29,11 @@ SWEEP = 0.05
 STATUS_FD = 9
 READ = 1 << 17
 
+# Each part of the report is redirected by itself, so that a DEBUG trap cannot print into it.
 _LINE = (
-    "\\unset -f unset printf export; {status}. {dir}/{name} </dev/null >{dir}/out.{number} 2>&1 {fd}>&-; "
-    "{{ printf '%s ' \"$?\"; export -p; printf '\\0'; }} >&{fd} || exit\n"
+    "{status}. {dir}/{name} </dev/null >{dir}/out.{number} 2>&1 {fd}>&-; __status=$?; "
+    "\\unset -f unset printf export; "
+    "\\printf '%s ' \"$__status\" >&{fd} && \\export -p >&{fd} && \\printf '\\0' >&{fd} || exit\n"
 )
 _PROLOGUE = "echo 500 >/proc/self/oom_score_adj; . {dir}/exports; \\cd .\n"
 
@@ -122,19 +124,24 @@ class Shell:
 
     def spawn(self) -> None:
         """Start the shell where the last one was. OSError when no process can be had."""
-        stdin, self._stdin = os.pipe()
-        self._status, status = os.pipe()
-        os.set_blocking(self._status, False)
         with contextlib.suppress(OSError):
             os.makedirs(self.dir, exist_ok=True)
         self._write_file("exports", self.exports or b"")
+        stdin, self._stdin = os.pipe()
+        self._status, status = os.pipe()
+        os.set_blocking(self._status, False)
         try:
-            self.pid = os.fork()
-            if not self.pid:
+            pid = os.fork()
+            if not pid:
                 self._exec_shell(stdin, status)
+        except OSError:
+            os.close(self._stdin)
+            os.close(self._status)
+            raise
         finally:
             os.close(stdin)
             os.close(status)
+        self.pid = pid
         self._record.clear()
         self._watch(self._status, self._read_status)
         os.write(self._stdin, _PROLOGUE.format(dir=self.dir).encode())
@@ -174,31 +181,45 @@ class Shell:
 
     def start(self, request: dict[str, Any], command: bytes, reply: Reply) -> None:
         """Give the shell a command. OSError when the sandbox is too broken to take one."""
+        running = Running(request, reply)
+        try:
+            line = self._prepare(running, command)
+        except OSError:
+            self._make_room()
+            line = self._prepare(running, command)
+        running.known = set(map(int, filter(str.isdigit, os.listdir("/proc")))) - {self.pid}
+        self.finished, self.running = None, running
+        self.oom_seen = oom_kills(self.oom_counter)
+        self._watch(running.reader, lambda: self._read_output(running))
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._stdin, line.encode())
+
+    def _prepare(self, running: Running, command: bytes) -> str:
+        """Write what the shell will need and open the FIFO; returns the line that makes it run."""
         if not self.pid:
             self.spawn()
-        running = Running(request, reply)
         self._count += 1
         name = os.path.basename(self.program)
         self._write_file(name, command.replace(b"\0", b""))
+        status = ""
+        if self.last_code:
+            # The command finds the last one's `$?`; the right side of `||` still obeys `set -e`.
+            self._write_file("status", f"return {self.last_code}\n".encode())
+            status = f". {self.dir}/status || "
         fifo = f"{self.dir}/out.{self._count}"
         os.mkfifo(fifo)
         os.chmod(fifo, 0o622)
         running.reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         running.writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        running.known = set(map(int, filter(str.isdigit, os.listdir("/proc")))) - {self.pid}
-        self.finished, self.running = None, running
-        self.oom_seen = oom_kills(self.oom_counter)
-        self._watch(running.reader, lambda: self._read_output(running))
-        line = _LINE.format(dir=self.dir, name=name, number=self._count, fd=STATUS_FD, status=self._restore_status())
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._stdin, line.encode())
+        return _LINE.format(dir=self.dir, name=name, number=self._count, fd=STATUS_FD, status=status)
 
-    def _restore_status(self) -> str:
-        """What to run so that the command finds the last one's `$?`; the right side of `||` still obeys `set -e`."""
-        if not self.last_code:
-            return ""
-        self._write_file("status", f"return {self.last_code}\n".encode())
-        return f". {self.dir}/status || "
+    def _make_room(self) -> None:
+        """The session's own directory is full of things that are not ours, or no process can be started."""
+        if not self.pid:
+            processes.kill_all()
+        for name in os.listdir(self.dir):
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self.dir}/{name}")
 
     def poll(self, soft_timeout: float | None, reply: Reply) -> bool:
         """Answer `reply` with what the running command comes to; False when there is none."""
