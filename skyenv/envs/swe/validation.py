@@ -69,7 +69,7 @@ async def validate_task(task: SweTask, provider: SandboxProvider, runs: int = 1)
 async def _check_empty(task: SweTask, provider: SandboxProvider) -> list[str]:
     grade = Grade(task)
     await run_tests(grade, (), Environments.of(provider))
-    if grade.status != "unresolved" or not grade.tests:
+    if grade.status not in ("unresolved", "resolved") or not grade.tests:
         return [f"without a change: {_tell(grade)}"]
     problems = [
         f"fails without a change: {test} {grade.tests.get(test, 'missing')}"
