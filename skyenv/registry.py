@@ -6,7 +6,7 @@ This is where environments meet the sandbox client; neither imports the other.
 from __future__ import annotations
 
 import difflib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
@@ -62,6 +62,7 @@ def make_swe(*, sandbox: str | SandboxProvider | None = None, token: str | None 
     """Make a `SWEEnv`. `sandbox`: the URL of a node server, None for one in this process, or an open provider."""
     from skyenv.envs.swe.env import SWEEnv
 
+    _check_keywords(kwargs, _SWE_KEYWORDS)
     if sandbox is not None and not isinstance(sandbox, str):
         return SWEEnv(sandbox=sandbox, **kwargs)
     return SWEEnv(sandbox=_opener(sandbox, token), **kwargs)
@@ -80,6 +81,7 @@ def make_swe_vector(
 
     if sandbox is not None and not isinstance(sandbox, str):
         raise ConfigError("sandbox: a vector environment opens its own connection; give a URL or None")
+    _check_keywords(kwargs, (*_SWE_KEYWORDS, "autoreset_mode"))
     autoreset_mode = kwargs.pop("autoreset_mode", None)
     kwargs["tasks"] = load_tasks(kwargs.get("tasks", "builtin"))
     spaces = SWEEnv(**kwargs)
@@ -96,6 +98,17 @@ def make_swe_vector(
         action_space=spaces.action_space,
         autoreset_mode=autoreset_mode,
     )
+
+
+_SWE_KEYWORDS = ("tasks", "max_turns", "observation_max_chars", "reward", "prompt", "render_mode")
+
+
+def _check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{name}: unknown keyword argument; known: sandbox, token, {', '.join(known)}{hint}")
 
 
 def _opener(url: str | None, token: str | None) -> Callable[[], Any]:
