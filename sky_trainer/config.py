@@ -19,8 +19,8 @@ from typing import Any, Literal
 import yaml
 
 from skyenv.errors import ConfigError
-
-STOP_POLICIES = ("keep", "mask", "zero", "penalty")
+from skyenv.types import StopReason
+from skyenv.vector.stopping import StopAction, check_stop_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,13 @@ class SandboxConfig:
 class RolloutConfig:
     """How trajectories are made. Seconds and tokens; one optimizer step trains on groups_per_step x group_size.
 
-    `concurrency` bounds live sandboxes, `eval_concurrency` gradings at a time. `stop_policy` says for a stop reason
-    whether its sample is kept, masked, set to zero or penalised.
+    `concurrency` bounds live sandboxes, `init_concurrency` and `eval_concurrency` their set-ups and gradings at a time.
+    `describe_tools` names: the prompt only names the tools. `stop_policy` maps a stop reason to keep, mask, zero,
+    penalty or a number that is taken off the reward.
     """
 
     format: str = "hermes"
+    describe_tools: Literal["full", "names"] = "full"
     group_size: int = 8
     groups_per_step: int = 4
     temperature: float = 1.0
@@ -77,10 +79,10 @@ class RolloutConfig:
     max_context: int = 16384
     wall_clock: float = 1800.0
     concurrency: int = 32
+    init_concurrency: int = 8
     eval_concurrency: int = 8
     segments: Literal["refuse", "last"] = "refuse"
-    stop_policy: Mapping[str, str] = field(default_factory=dict)
-    progress_seconds: float = 0.5
+    stop_policy: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,17 @@ def write(config: Config, path: Path) -> None:
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """Every value by its dotted key; the free mappings stay whole."""
+    values: dict[str, Any] = {}
+    for key, value in to_mapping(config).items():
+        if dataclasses.is_dataclass(typing.get_type_hints(Config)[key]):
+            values |= {f"{key}.{name}": item for name, item in value.items()}
+        else:
+            values[key] = value
+    return values
+
+
 def _check(config: Config) -> None:
     rollout = config.rollout
     at_least = {
@@ -210,6 +223,7 @@ def _check(config: Config) -> None:
         "rollout.max_turns": (rollout.max_turns, 1),
         "rollout.max_tokens_per_turn": (rollout.max_tokens_per_turn, 1),
         "rollout.concurrency": (rollout.concurrency, 1),
+        "rollout.init_concurrency": (rollout.init_concurrency, 1),
         "rollout.eval_concurrency": (rollout.eval_concurrency, 1),
         "warm_start.steps": (config.warm_start.steps, 0),
         "warm_start.batch_size": (config.warm_start.batch_size, 1),
@@ -224,11 +238,7 @@ def _check(config: Config) -> None:
             f"micro_batch is {config.micro_batch}, which does not divide the {config.rows_per_step} rows of a step"
             " (rollout.group_size x rollout.groups_per_step)"
         )
-    for reason, policy in rollout.stop_policy.items():
-        if policy not in STOP_POLICIES:
-            raise ConfigError(
-                f"rollout.stop_policy.{reason} is {policy!r}; it must be one of {', '.join(STOP_POLICIES)}"
-            )
+    check_stop_policy(typing.cast("Mapping[StopReason, StopAction]", rollout.stop_policy))
 
 
 def _build(kind: type[Any], data: Mapping[str, Any], prefix: str) -> Any:

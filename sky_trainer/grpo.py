@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
@@ -35,6 +36,9 @@ from skyenv.types import TrajectoryGroup
 
 Collect = Callable[[Sequence[Any], int], list[TrajectoryGroup]]
 """Tasks and group size in, whole groups in the tasks' order out; blocks."""
+
+OnNumbers = Callable[[int, Mapping[str, Any]], None]
+"""Called with an optimizer step and everything that was logged for it."""
 
 OWNED = {
     "output_dir": "out",
@@ -140,7 +144,8 @@ class SkyGRPOTrainer(GRPOTrainer):
 
     `collect` runs whole groups of tasks and blocks; it is called on rank 0 only, and `weights.push` on every rank
     before it whenever an optimizer step was taken. `processing_class` supplies eos and padding; ids pass unchanged
-    from the trajectories into the batch. Neither the model nor what `collect` drives is closed here.
+    from the trajectories into the batch; `on_numbers` hears of what is logged. Neither the model nor what `collect`
+    drives is closed here.
     """
 
     def __init__(
@@ -153,7 +158,7 @@ class SkyGRPOTrainer(GRPOTrainer):
         weights: WeightSync,
         processing_class: PreTrainedTokenizerBase,
         segments: SegmentRule = "refuse",
-        callbacks: list[TrainerCallback] | None = None,
+        on_numbers: OnNumbers | None = None,
         **options: Any,
     ) -> None:
         if not tasks:
@@ -164,6 +169,7 @@ class SkyGRPOTrainer(GRPOTrainer):
             raise ConfigError("grpo.beta above 0 needs a model that was loaded from a path, to load the reference from")
         self._tasks = list(tasks)
         self._collect = collect
+        self._on_numbers = on_numbers
         self._pending: list[int] = []
         self._rollout_numbers: dict[str, list[float]] = defaultdict(list)
         super().__init__(
@@ -173,7 +179,6 @@ class SkyGRPOTrainer(GRPOTrainer):
             train_dataset=task_dataset(tasks, args),
             processing_class=processing_class,
             rollout_func=self._rollout,
-            callbacks=callbacks,
             **options,
         )
         self.remove_callback(PrinterCallback)
@@ -212,7 +217,9 @@ class SkyGRPOTrainer(GRPOTrainer):
         tasks = [self._tasks[index] for index in indices[::size]]
         if any(indices[i] != indices[i - i % size] for i in range(len(indices))):
             raise SkyEnvError(f"the batch does not hold whole groups of {size}")
+        started = time.monotonic()
         groups = self._collect(tasks, size)
+        self._rollout_numbers["rollout/seconds"].append(time.monotonic() - started)
         rows = rows_from(groups, self._rules)
         if len(rows) != len(indices):
             raise SkyEnvError(f"{len(rows)} rows for {len(indices)} prompts")
@@ -228,6 +235,8 @@ class SkyGRPOTrainer(GRPOTrainer):
         logs.update({f"{prefix}{name}": fmean(values) for name, values in self._rollout_numbers.items()})
         self._rollout_numbers.clear()
         super().log(logs, start_time)
+        if self._on_numbers is not None and self._training and "reward" in logs:
+            self._on_numbers(self.state.global_step, logs)
 
 
 def task_dataset(tasks: Sequence[Any], args: GRPOConfig) -> Dataset:

@@ -35,6 +35,7 @@ class RunRecord:
         self._started = time.monotonic()
         kept = [row for row in read_metrics(run_dir) if row["step"] <= first_step]
         self._elapsed_before = kept[-1]["elapsed"] if kept else 0.0
+        self._last = self._elapsed_before
         (run_dir / METRICS).write_text("".join(_line(row) for row in kept), encoding="utf-8")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
 
@@ -42,7 +43,8 @@ class RunRecord:
         """Record the numbers of a step; what is not a finite number is written as null."""
         elapsed = self._elapsed_before + time.monotonic() - self._started
         clean = {name: _finite(value) for name, value in sorted(numbers.items())}
-        row = {"step": step, "elapsed": round(elapsed, 3), **clean}
+        row = {"step": step, "elapsed": round(elapsed, 3), "step_seconds": round(elapsed - self._last, 3), **clean}
+        self._last = elapsed
         with (self.run_dir / METRICS).open("a", encoding="utf-8") as file:
             file.write(_line(row))
         for name, value in clean.items():

@@ -7,8 +7,11 @@ untied, which servers that cache a packed copy of the head need in order to take
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+from skyenv.formats.contract import Format, Parsed
+from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,10 +32,11 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
+        min_frequency=3,
         special_tokens=[PAD, START, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -70,3 +74,34 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, see
     )
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(config)
+
+
+class ToolNames:
+    """A format whose prompt only names the tools, for models too small to read their documentation."""
+
+    def __init__(self, format: Format) -> None:
+        self._format = format
+        self.name = format.name
+
+    def render_tools(self, specs: Sequence[ToolSpec]) -> str:
+        """One line."""
+        return f"\nTools: {', '.join(spec.name for spec in specs)}"
+
+    def render_call(self, call: ToolCall) -> str:
+        """As the wrapped format."""
+        return self._format.render_call(call)
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[ToolSpec],
+        *,
+        finish_reason: FinishReason = "stop",
+        thinking_open: bool = False,
+    ) -> Parsed:
+        """As the wrapped format."""
+        return self._format.parse(text, tools, finish_reason=finish_reason, thinking_open=thinking_open)
+
+    def observation(self, text: str, call: ToolCall | None) -> Message:
+        """As the wrapped format."""
+        return self._format.observation(text, call)

@@ -1,4 +1,4 @@
-"""Supervised steps on given trajectories, so that reinforcement learning starts from a policy that succeeds at times.
+"""Supervised steps on given segments, so that reinforcement learning starts from a policy that succeeds at times.
 
 The loss is the mean negative log likelihood of the ids under mask 1; prompts and observations are context only.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sky_trainer.config import WarmStartConfig
 from skyenv.errors import ConfigError
-from skyenv.types import Segment, Trajectory
+from skyenv.types import Segment
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def supervise(
     model: Any,
-    trajectories: Sequence[Trajectory],
+    segments: Sequence[Segment],
     weights: Sequence[float],
     config: WarmStartConfig,
     *,
@@ -29,14 +29,12 @@ def supervise(
 ) -> float:
     """Train `model` in place for `config.steps` batches drawn by weight; returns the last loss.
 
-    `on_step` hears step and loss. ConfigError when no trajectory holds a sampled id.
+    `on_step` hears step and loss. ConfigError when there is nothing to learn from.
     """
     import torch
 
-    pool = [(t.segments[-1], w) for t, w in zip(trajectories, weights, strict=True) if t.sampled_tokens]
-    if not pool:
-        raise ConfigError("warm start: no trajectory holds ids to learn from")
-    segments, odds = zip(*pool, strict=True)
+    if not any(1 in segment.loss_mask for segment in segments):
+        raise ConfigError("warm start: no segment holds ids to learn from")
     draw = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -45,7 +43,7 @@ def supervise(
     model.train()
     loss = 0.0
     for step in range(config.steps):
-        batch = draw.choices(segments, odds, k=config.batch_size)
+        batch = draw.choices(segments, weights, k=config.batch_size)
         value = batch_loss(model, batch, pad_id)
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,0 +1,149 @@
+"""Evaluate a policy on a task set: k samples a task through the pipeline, and what they came to.
+
+The engine, its pool and the sandboxes are open only inside `evaluate`. Every sample counts: one that infrastructure
+spoiled is listed under its failure's kind and is not resolved.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+
+import skyenv
+from sky_trainer.assembly import make_format, make_pipeline, make_renderer, with_scripts
+from sky_trainer.config import EnvConfig, RolloutConfig, SandboxConfig
+from sky_trainer.policies import empty_script, gold_script, read_scripts
+from skyenv.core import Engine, SandboxProvider
+from skyenv.engines.openai import OpenAIEngine
+from skyenv.engines.scripted import Script, ScriptedEngine
+from skyenv.envs.swe.tasks import SweTask
+from skyenv.errors import ConfigError
+from skyenv.renderer import ByteTokenizer, Renderer
+from skyenv.trajectory_io import append_trajectories
+from skyenv.types import Trajectory
+from skyenv.vector.pipeline import RolloutPipeline
+
+PolicyName = Literal["gold", "empty", "scripted", "openai", "hf"]
+POLICIES: tuple[PolicyName, ...] = ("gold", "empty", "scripted", "openai", "hf")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who plays. `model`: a path or hub name (hf), a served name (openai); `url`: of an OpenAI-compatible server."""
+
+    name: PolicyName
+    model: str = ""
+    url: str = ""
+    script: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.name == "openai" and not self.url:
+            raise ConfigError("--policy openai needs --url of an OpenAI-compatible server")
+        if self.name == "hf" and not self.model:
+            raise ConfigError("--policy hf needs --model, a directory or hub name of a causal language model")
+        if self.name == "scripted" and self.script is None:
+            raise ConfigError("--policy scripted needs --script, a YAML file of turns")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPlan:
+    """Everything that an evaluation needs. `out`: a file for the transcripts."""
+
+    tasks: Sequence[SweTask]
+    policy: Policy
+    samples: int = 1
+    env: EnvConfig = field(default_factory=EnvConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    out: Path | None = None
+
+
+async def evaluate(plan: EvalPlan, on_trajectory: Callable[[Trajectory], None]) -> dict[str, Any]:
+    """Run the plan; `on_trajectory` hears of each sample as it ends. Raises SkyEnvError when too much fails."""
+    every: list[Trajectory] = []
+    async with AsyncExitStack() as stack:
+        provider = await stack.enter_async_context(skyenv.connect(plan.sandbox.url, plan.sandbox.token))
+        pipeline = await _open_pipeline(plan, provider, stack)
+        run = await stack.enter_async_context(pipeline.run(plan.tasks, plan.samples))
+        async for trajectory in run:
+            every.append(trajectory)
+            on_trajectory(trajectory)
+            if plan.out is not None:
+                await _record(plan.out, trajectory)
+    return scores(every, plan.samples)
+
+
+async def _record(path: Path, trajectory: Trajectory) -> None:
+    try:
+        await anyio.to_thread.run_sync(append_trajectories, path, [trajectory])
+    except OSError as error:
+        raise ConfigError(f"--out {path}: {error.strerror}") from error
+
+
+async def _open_pipeline(plan: EvalPlan, provider: SandboxProvider, stack: AsyncExitStack) -> RolloutPipeline:
+    policy, rollout = plan.policy, plan.rollout
+    engine: Engine
+    if policy.name == "hf":
+        engine, renderer = await _hf_engine(policy.model, rollout, stack)
+    elif policy.name == "openai":
+        engine = await stack.enter_async_context(OpenAIEngine(policy.url, policy.model))
+        renderer = await _renderer_for_server(policy.model, rollout)
+    else:
+        rollout = with_scripts(rollout)
+        renderer = Renderer(ByteTokenizer(), make_format(rollout))
+        engine = ScriptedEngine(renderer, await _scripts(plan, provider, renderer))
+    return make_pipeline(engine, renderer, provider, plan.tasks, plan.env, rollout)
+
+
+async def _scripts(plan: EvalPlan, provider: SandboxProvider, renderer: Renderer) -> Mapping[str, Script]:
+    match plan.policy.name:
+        case "gold":
+            return {task.task_id: await gold_script(task, provider, renderer.format) for task in plan.tasks}
+        case "empty":
+            return {task.task_id: empty_script(renderer.format) for task in plan.tasks}
+        case _:
+            assert plan.policy.script is not None
+            return read_scripts(plan.policy.script, plan.tasks, renderer.format)
+
+
+async def _hf_engine(path: str, rollout: RolloutConfig, stack: AsyncExitStack) -> tuple[Engine, Renderer]:
+    from sky_trainer.engines import HFEngine
+    from sky_trainer.models import load_model, load_tokenizer
+
+    tokenizer = await anyio.to_thread.run_sync(load_tokenizer, path)
+    model = await anyio.to_thread.run_sync(load_model, path)
+    renderer = make_renderer(tokenizer, rollout)
+    engine = HFEngine(model, renderer.decode, renderer.stop_token_ids)
+    return await stack.enter_async_context(engine), renderer
+
+
+async def _renderer_for_server(model: str, rollout: RolloutConfig) -> Renderer:
+    """The model's own tokenizer where it can be loaded here, else bytes: then the server gets text."""
+    if model and await anyio.Path(model).is_dir():
+        from sky_trainer.models import load_tokenizer
+
+        return make_renderer(await anyio.to_thread.run_sync(load_tokenizer, model), rollout)
+    return Renderer(ByteTokenizer(), make_format(rollout))
+
+
+def scores(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
+    """Counts over all samples; with several a task also the share of tasks that at least one of them resolves."""
+    resolved = [t for t in trajectories if t.verdict.get("resolved")]
+    statuses = Counter(t.failure.kind if t.failure else str(t.verdict.get("status", "unknown")) for t in trajectories)
+    tasks = {(t.group_id, t.task_id) for t in trajectories}
+    result = {
+        "tasks": len(tasks),
+        "resolved": len(resolved),
+        "resolved_rate": len(resolved) / len(trajectories) if trajectories else 0.0,
+        "statuses": dict(sorted(statuses.items())),
+    }
+    if samples > 1:
+        solved = {(t.group_id, t.task_id) for t in resolved}
+        result |= {"samples": samples, f"pass@{samples}": len(solved) / len(tasks) if tasks else 0.0}
+    return result
