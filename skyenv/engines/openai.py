@@ -5,7 +5,7 @@ requests are under way is the pipeline's decision. Retries live here although th
 client: sampling has no effect on the server, so repeating a request that found no listener, lost its connection before
 the answer began, or was turned away with 429 or 503 is safe; nothing else is repeated, and all of it ends at a
 deadline. Start vLLM with `--logprobs-mode processed_logprobs` when the temperature is not 1: its default logprobs are
-those before temperature.
+those before temperature. SGLang heeds a seed only with `--enable-deterministic-inference`.
 """
 
 from __future__ import annotations
