@@ -76,6 +76,7 @@ def make_swe_vector(
     Takes the arguments of `make_swe` and `autoreset_mode` of `SkyVectorEnv`.
     """
     from skyenv.envs.swe.env import SWEEnv
+    from skyenv.envs.swe.environment import Environments
     from skyenv.envs.swe.tasks import load_tasks
     from skyenv.vector.vector_env import SkyVectorEnv
 
@@ -90,6 +91,7 @@ def make_swe_vector(
     async def connected() -> AsyncIterator[Callable[[], SWEEnv]]:
         async with _opener(sandbox, token)() as provider:
             yield partial(SWEEnv, sandbox=provider, **kwargs)
+            await Environments.of(provider).aclose()
 
     return SkyVectorEnv(
         connected(),

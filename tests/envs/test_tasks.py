@@ -83,11 +83,12 @@ def test_environments_are_keyed_by_what_is_in_them() -> None:
         Environment().key,
         Environment(packages=("a==1",)).key,
         Environment(setup=("a==1",)).key,
-        Environment(env={"a": "1"}).key,
+        Environment(setup=("a==1",), env={"a": "1"}).key,
         Environment(image="a").key,
         Environment(python="3.11").key,
     }
     assert len(keys) == 6
+    assert Environment(env={"a": "1"}).key == Environment().key
     assert Environment(packages=("a", "b")).key == Environment(packages=("b", "a")).key
 
 

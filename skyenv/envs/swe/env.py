@@ -55,6 +55,7 @@ class SWEEnv(ToolEnv[SweTask]):
         self._sandbox = sandbox
         self._connection = AsyncExitStack()
         self._environments: Environments | None = None
+        self._opened: SandboxProvider | None = None
         self._left: WorkTree | None = None
 
     def instructions(self, task: SweTask) -> tuple[Message, ...]:
@@ -101,6 +102,9 @@ class SWEEnv(ToolEnv[SweTask]):
             if provider is None:
                 raise EnvError("SWEEnv needs a sandbox provider; skyenv.make and gym.make open one")
             if callable(provider):
-                provider = await self._connection.enter_async_context(provider())
-            self._environments = Environments.of(provider)
+                self._opened = await self._connection.enter_async_context(provider())
+                self._environments = Environments.of(self._opened)
+                self._connection.push_async_callback(self._environments.aclose)
+            else:
+                self._environments = Environments.of(provider)
         return self._environments

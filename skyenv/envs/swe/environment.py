@@ -1,7 +1,7 @@
 """Sandboxes ready for a task: what its environment installs is prepared once per provider and frozen, then shared.
 
-A prepared snapshot is keyed by the environment alone (image, packages, set-up commands, variables), never by the task,
-and made once however many ask at the same time. Packages are wheels fetched on the host and installed without a
+A prepared snapshot is keyed by the environment alone (image, packages, set-up commands and their variables), never by
+the task, and made once however many ask at the same time. Packages are wheels fetched on the host and installed without a
 network. A sandbox then gets the pristine source; `start_repository` makes it the agent's repository with one root
 commit. Nothing but the source ever enters an agent's sandbox: no row, no tests, no ids, no reference.
 """
@@ -12,14 +12,14 @@ import io
 import logging
 import shlex
 import tarfile
+import weakref
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import anyio
 from anyio import to_thread
@@ -49,21 +49,28 @@ class TaskFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """How to open a sandbox with an environment in it. `snapshot` None when there was nothing to prepare."""
+    """A frozen sandbox with an environment in it and the `PATH` it had; None when there was nothing to prepare."""
 
-    snapshot: str | None
-    env: Mapping[str, str]
+    snapshot: str | None = None
+    path: str | None = None
+
+    def variables(self, environment: Environment) -> dict[str, str]:
+        """What every session gets: the environment's own variables, and its virtual environment activated."""
+        env = dict(environment.env)
+        if self.path is not None:
+            env |= {"PATH": f"{VENV}/bin:{env.get('PATH', self.path)}", "VIRTUAL_ENV": VENV}
+        return env
 
 
 class Environments:
     """Prepared sandboxes of one provider; safe to share between concurrent tasks.
 
-    The provider is the caller's and outlives this. Snapshots stay with the provider until `aclose` or until the
-    provider itself goes.
+    The provider is the caller's, who keeps it: it is only referred to weakly. Snapshots stay with it until `aclose`, or
+    until it goes.
     """
 
     def __init__(self, provider: SandboxProvider, *, cache: Path | None = None) -> None:
-        self.provider = provider
+        self._provider = weakref.ref(provider)
         self.cache = cache or default_cache()
         self._locks: dict[str, anyio.Lock] = {}
         self._prepared: dict[str, _Prepared | ConfigError] = {}
@@ -76,6 +83,14 @@ class Environments:
         if found is None:
             found = _SHARED[provider] = Environments(provider)
         return found
+
+    @property
+    def provider(self) -> SandboxProvider:
+        """The provider. SandboxError when its owner has let it go."""
+        provider = self._provider()
+        if provider is None:
+            raise SandboxError("the sandbox provider is gone")
+        return provider
 
     async def files(self, task: SweTask) -> TaskFiles:
         """Return the files of `task`. ConfigError when they are wrong, `SourceUnavailable` when out of reach."""
@@ -101,7 +116,7 @@ class Environments:
         files = await self.files(task)
         prepared = await self._prepare(task.environment)
         async with self.provider.sandbox(
-            task.environment.image, snapshot=prepared.snapshot, env=prepared.env, **spec
+            task.environment.image, snapshot=prepared.snapshot, env=prepared.variables(task.environment), **spec
         ) as box:
             await box.upload(task.repo_path, files.archive)
             yield box
@@ -130,20 +145,19 @@ class Environments:
 
     async def _build(self, environment: Environment) -> _Prepared:
         if not environment.packages and not environment.setup:
-            return _Prepared(None, dict(environment.env))
+            return _Prepared()
         wheels = await self._wheels(environment)
         async with self.provider.sandbox(environment.image, env=dict(environment.env)) as box:
-            env = dict(environment.env)
+            path = None
             if wheels:
                 await _install(box, environment, wheels)
                 path = (await box.exec('printf %s "$PATH"')).output
-                env |= {"PATH": f"{VENV}/bin:{env.get('PATH', path)}", "VIRTUAL_ENV": VENV}
-                await box.exec(f"export PATH={shlex.quote(env['PATH'])} VIRTUAL_ENV={VENV}")
+                await box.exec(f'export PATH="{VENV}/bin:$PATH" VIRTUAL_ENV={VENV}')
             for command in environment.setup:
                 await _run(box, command, f"environment.setup: {command!r}")
             await box.kill_processes()
             _log.info("prepared an environment with %d packages", len(environment.packages))
-            return _Prepared(await box.snapshot(), env)
+            return _Prepared(await box.snapshot(), path)
 
     async def _wheels(self, environment: Environment) -> list[Path]:
         if not environment.packages:
@@ -154,7 +168,7 @@ class Environments:
         return [*installer, *(wheel for wheel in wanted if not wheel.name.startswith("pip-"))]
 
 
-_SHARED: WeakKeyDictionary[SandboxProvider, Environments] = WeakKeyDictionary()
+_SHARED: weakref.WeakKeyDictionary[SandboxProvider, Environments] = weakref.WeakKeyDictionary()
 # Keyed by the provider because whoever makes an environment for each trajectory hands over nothing else.
 
 

@@ -7,6 +7,7 @@ deleted or broken `.git` make no difference. Nested repositories become plain fi
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import stat
@@ -24,7 +25,8 @@ from skyenv.errors import SandboxPathError, SandboxProtocolError
 MAX_FILES = 2_000
 MAX_CHANGED_BYTES = 64 << 20
 SYMLINK_MODE = stat.S_IFLNK | 0o777
-EXCLUDED = (".git", *sorted(CACHE_NAMES))
+MAX_DEPTH = 100
+EXCLUDED = CACHE_NAMES | {".git"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,27 @@ class WorkTree:
 async def read_work_tree(box: Sandbox, repo_path: str, base: Tree) -> WorkTree:
     """Stop everything in `box` and compare the tree at `repo_path` with `base`. Raises SandboxError only."""
     await box.kill_processes()
+    allowed = MAX_CHANGED_BYTES + sum(len(file.data) for file in base.values())
     try:
-        archive = await box.download(repo_path, exclude=EXCLUDED)
-    except SandboxPathError:
-        return WorkTree(missing=True)
+        archive = await download_bounded(box, repo_path, allowed)
+    except SandboxPathError as error:
+        too_large = error.errno in (errno.EFBIG, errno.EOVERFLOW)
+        return WorkTree(missing=not too_large, too_large=too_large)
     return await to_thread.run_sync(compare, archive, base)
+
+
+async def download_bounded(box: Sandbox, path: str, max_bytes: int) -> bytes:
+    """Download a tree without what git and caches keep. `SandboxPathError` with EFBIG when its files are larger.
+
+    Sizes are looked at first, so that a huge or sparse file costs nothing; nothing may run in `box` meanwhile.
+    """
+    left = max_bytes
+    for entry in await box.list_dir(path, depth=MAX_DEPTH):
+        if entry.kind == "file" and not EXCLUDED.intersection(entry.path.removeprefix(path).split("/")):
+            left -= entry.size
+    if left < 0:
+        raise SandboxPathError(errno.EFBIG, f"more than {max_bytes} bytes", path)
+    return await box.download(path, exclude=sorted(EXCLUDED))
 
 
 def compare(archive: bytes, base: Tree) -> WorkTree:

@@ -12,10 +12,8 @@ Verdict: `{"status", "resolved", "reward", "valid_for_training", "tests", "patch
 
 from __future__ import annotations
 
-import io
 import logging
 import shlex
-import tarfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,11 +21,11 @@ from typing import Any, Literal
 
 from skyenv.core import Sandbox, SandboxProvider
 from skyenv.envs.swe.environment import Environments, TaskFiles
-from skyenv.envs.swe.extraction import EXCLUDED, WorkTree, entries, read_work_tree
+from skyenv.envs.swe.extraction import MAX_CHANGED_BYTES, WorkTree, download_bounded, entries, read_work_tree
 from skyenv.envs.swe.gitstream import two_commits
 from skyenv.envs.swe.policy import Change, Policy, below
 from skyenv.envs.swe.runners import Job, Report, get_runner, parse_events
-from skyenv.envs.swe.sources import Tree
+from skyenv.envs.swe.sources import Tree, TreeFile, tree_to_tar
 from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import SandboxError, SandboxPathError
 from skyenv.types import ExecResult
@@ -39,6 +37,8 @@ Status = Literal[
 INVALID = frozenset({"instance_error", "infra_error"})
 MAX_PATCH_BYTES = 4 << 20
 MAX_EVENT_BYTES = 16 << 20
+MAX_OUTPUT_BYTES = 64 << 10
+_NOT_APPLIED = 3  # exit status of `_PREPARE`; whatever else goes wrong there is 4
 GIT_SECONDS = 120.0
 _SHOWN_PATHS = 200
 _log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ async def grade_patch(task: SweTask, patch: bytes, provider: SandboxProvider) ->
 async def apply_patch(box: Sandbox, task: SweTask, patch: bytes) -> tuple[Status, str] | None:
     """Apply a foreign patch to the pristine checkout in `box`; returns why not, None when it applied."""
     private = _private(task)
-    await box.upload(private, _tar({"foreign.patch": patch}))
+    await box.upload(private, tree_to_tar({"foreign.patch": TreeFile(patch)}))
     result = await box.exec(_script(_APPLY_FOREIGN, task, private), timeout=GIT_SECONDS)
     if result.exit_code == 0:
         return None
@@ -182,19 +182,18 @@ async def run_tests(grade: Grade, kept: tuple[Change, ...], environments: Enviro
         isolated=not task.environment.packages and task.environment.image is None,
     )
     async with environments.open(task) as box:
-        await box.upload(job.private, _tar(_private_files(job, grade, kept, files.tests)))
+        await box.upload(job.private, tree_to_tar(_private_files(job, grade, kept, files.tests)))
         prepared = await box.exec(_script(_PREPARE, task, job.private), timeout=GIT_SECONDS)
         grade.output = prepared.output
         if prepared.exit_code:
-            failed = {3: "patch_apply_failed", 4: "instance_error"}
-            grade.status = failed.get(prepared.exit_code, "instance_error")  # type: ignore[assignment]
+            grade.status = "patch_apply_failed" if prepared.exit_code == _NOT_APPLIED else "instance_error"
             return
         grade.patch = await box.read_file(f"{job.private}/patch", max_bytes=MAX_PATCH_BYTES + 1)
         if len(grade.patch) > MAX_PATCH_BYTES:
             grade.status, grade.patch = "patch_too_large", b""
             return
         command = f"cd {shlex.quote(task.repo_path)} && {get_runner(task.runner).command(job)}"
-        result = await box.exec(command, timeout=task.timeout)
+        result = await box.exec(command, timeout=task.timeout, max_output_bytes=MAX_OUTPUT_BYTES)
         _judge(grade, job, result, await _read_events(box, job))
         if grade.status == "resolved" and await tests_changed(box, task, files):
             grade.status = "tampered"
@@ -203,14 +202,16 @@ async def run_tests(grade: Grade, kept: tuple[Change, ...], environments: Enviro
 
 async def tests_changed(box: Sandbox, task: SweTask, files: TaskFiles) -> bool:
     """Whether a test file differs from what was put there: code under test may have written to it before its import."""
+    await box.kill_processes()
     policy = Policy(files.source, files.tests, frozenset())
     for root in policy.test_roots():
         expected = {path: file.data for path, file in {**files.source, **files.tests}.items() if below(path, root)}
         try:
             if root in expected:
-                found = {root: await box.read_file(f"{task.repo_path}/{root}")}
+                size = len(expected[root])
+                found = {root: await box.read_file(f"{task.repo_path}/{root}", max_bytes=size + 1)}
             else:
-                archive = await box.download(f"{task.repo_path}/{root}", exclude=EXCLUDED)
+                archive = await download_bounded(box, f"{task.repo_path}/{root}", MAX_CHANGED_BYTES)
                 found = {f"{root}/{path}": file.data for path, file in entries(archive) if file is not None}
         except SandboxPathError:
             return True
@@ -270,25 +271,16 @@ def _test_files(task: SweTask) -> list[str]:
     return list(dict.fromkeys(test.split("::")[0] for test in task.expected))
 
 
-def _private_files(job: Job, grade: Grade, kept: tuple[Change, ...], tests: Tree) -> dict[str, bytes]:
+def _private_files(job: Job, grade: Grade, kept: tuple[Change, ...], tests: Tree) -> Tree:
     runner = get_runner(grade.task.runner)
-    overlay = {path: file.data for path, file in tests.items()} | dict(runner.checkout_files(job))
-    return {
-        **{f"tests/{path}": data for path, data in overlay.items()},
+    ours = {
+        **{f"tests/{path}": data for path, data in runner.checkout_files(job).items()},
         **runner.private_files(job),
         "attributes": b"* !text -filter !eol -ident -working-tree-encoding !diff !merge\n",
         "stream": two_commits(kept),
     }
-
-
-def _tar(files: Mapping[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.GNU_FORMAT) as archive:
-        for path, data in sorted(files.items()):
-            member = tarfile.TarInfo(path)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return buffer.getvalue()
+    overlay = {f"tests/{path}": file for path, file in tests.items()}
+    return {**overlay, **{path: TreeFile(data) for path, data in ours.items()}}
 
 
 def _script(template: str, task: SweTask, private: str) -> str:
