@@ -1,9 +1,9 @@
 """Sandboxes ready for a task: what its environment installs is prepared once per provider and frozen, then shared.
 
 A prepared snapshot is keyed by the environment alone (image, packages, set-up commands and their variables), never by
-the task, and made once however many ask at the same time. Packages are wheels fetched on the host and installed without a
-network. A sandbox then gets the pristine source; `start_repository` makes it the agent's repository with one root
-commit. Nothing but the source ever enters an agent's sandbox: no row, no tests, no ids, no reference.
+the task, and made once however many ask at the same time. Packages are wheels fetched on the host and installed
+without a network. A sandbox then gets the pristine source; `start_repository` makes it the agent's repository with one
+root commit. Nothing but the source ever enters an agent's sandbox: no row, no tests, no ids, no reference.
 """
 
 from __future__ import annotations
