@@ -89,7 +89,6 @@ def test_environments_are_keyed_by_what_is_in_them() -> None:
     }
     assert len(keys) == 6
     assert Environment(env={"a": "1"}).key == Environment().key
-    assert Environment(env={"a": "1"}).key == Environment().key
     assert Environment(packages=("a", "b")).key == Environment(packages=("b", "a")).key
 
 
