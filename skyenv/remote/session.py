@@ -6,6 +6,7 @@ the same call. Finished calls are kept until 256 newer ones exist, so a lost ans
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -23,6 +24,7 @@ from skyenv.errors import (
     SandboxError,
     SandboxLost,
     SandboxPathError,
+    SandboxUnavailable,
     SkyEnvError,
     boundary,
 )
@@ -32,6 +34,7 @@ from skyenv.remote.protocol import ExecParameters
 from skyenv.remote.tasks import background_tasks
 
 KEPT_CALLS = 256
+ENDED = "the sandbox's first process ended (killed, or out of memory)"
 INLINE = 1 << 20
 CHUNK = 1 << 18
 FILE_TIMEOUT = 600.0
@@ -89,9 +92,15 @@ class CallLog:
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = Call()
-            self._group.start_soon(call.run, work)
+            self._group.start_soon(self._run, key, call, work)
             self._forget()
         return call
+
+    async def _run(self, key: str, call: Call, work: Work) -> None:
+        """A call that was refused for now is not kept: asking again with its key is a new try."""
+        await call.run(work)
+        if isinstance(call.error, SandboxUnavailable):
+            self._calls.pop(key, None)
 
     def find(self, key: str) -> Call | None:
         """The call with this key, if it is known."""
@@ -104,8 +113,10 @@ class CallLog:
 
     def _forget(self) -> None:
         surplus = len(self._calls) - KEPT_CALLS
-        for key in [key for key, call in self._calls.items() if call.done.is_set()][: max(0, surplus)]:
-            del self._calls[key]
+        if surplus > 0:
+            finished = (key for key, call in self._calls.items() if call.done.is_set())
+            for key in list(itertools.islice(finished, surplus)):
+                del self._calls[key]
 
 
 class Session:
@@ -113,7 +124,7 @@ class Session:
 
     def __init__(self, name: str, sock: socket.socket, ttl: float, group: TaskGroup) -> None:
         self.name = name
-        self.channel = Channel(sock)
+        self.channel = Channel(sock, ENDED)
         self.calls = CallLog(group)
         self._ttl = ttl
         self._last_use = time.monotonic()

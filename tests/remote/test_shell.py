@@ -201,7 +201,7 @@ ROWS: dict[str, list[Run]] = {
     # Damage
     "remove everything": [Run("rm -rf --no-preserve-root / 2>/dev/null", code=None, timeout=20.0, within=20.0)],
     "remove the session's files": [Run("rm -rf /run/skyenv/* /run/skyenv/.* /dev/null 2>/dev/null", code=None)],
-    "fill the session's disk": [Run("head -c 300M /dev/zero > /run/skyenv/fill", code=1), Run("rm /run/skyenv/fill")],
+    "fill the session's disk": [Run("head -c 300M /dev/zero > /run/skyenv/x", code=1), Run("rm -f /run/skyenv/x")],
 }  # fmt: skip
 
 
@@ -216,6 +216,14 @@ def check(run: Run, result: ExecResult) -> None:
         assert result.timed_out == run.timed_out, result
     assert result.seconds < run.within, result
     assert not result.running
+
+
+SH_ROWS = [
+    "heredoc feeds a program", "heredoc of 5 MB", "unterminated quote", "exit", "set -e stops the command",
+    "set -e after a failure still stops", "last status carries over", "several commands", "empty command",
+    "ignored interrupt", "unset PATH", "kill the shell", "exec replaces the shell", "exported multi-line value",
+    "reading standard input", "background child holds the output", "partial output of a timeout", "exit codes",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -22,7 +22,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from skyenv.errors import SandboxUnavailable
+from skyenv.errors import SandboxLost, SandboxUnavailable
 from skyenv.remote.channel import Channel
 from skyenv.remote.tasks import background_tasks
 
@@ -92,6 +92,8 @@ class Launcher:
             except SandboxUnavailable as error:
                 theirs.close()
                 raise SandboxUnavailable(await _last_words(ours) or str(error)) from error
+            except SandboxLost as error:
+                raise SandboxUnavailable(f"the launcher of this node is gone: {error}") from error
             finally:
                 theirs.close()
             stack.pop_all()
@@ -128,7 +130,9 @@ async def launch(config: dict[str, Any]) -> AsyncIterator[Launcher]:
         async with background_tasks() as group:
             group.start_soon(channel.serve)
             try:
-                yield Launcher(channel)
+                launcher = Launcher(channel)
+                await launcher.ask({"op": "ping"})
+                yield launcher
             finally:
                 channel.close("the node is closing")
     finally:

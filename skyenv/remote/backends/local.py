@@ -54,6 +54,7 @@ def spec_config(spec: Spec) -> dict[str, Any]:
         "pids": spec.pids,
         "cpus": spec.cpus,
         "file_bytes": spec.file_bytes,
+        "disk_bytes": spec.disk_bytes,
         "tmpfs_bytes": spec.tmpfs_bytes,
         "shells": SHELLS[spec.shell],
     }
@@ -127,6 +128,8 @@ class LocalBackend:
         """Fork a sandbox. ConfigError for an image or an unknown snapshot."""
         if request.image is not None:
             raise ConfigError("image: backend 'local' has no images, it shows the host's system; leave image out")
+        if request.spec.disk_bytes is not None and not self._stacked:
+            raise ConfigError("disk_bytes: only a node that runs as root can limit it; leave it out")
         stack: tuple[str, ...] = ()
         if request.snapshot is not None:
             if request.snapshot not in self._stacks:

@@ -50,6 +50,7 @@ class Probe:
     def limits(self) -> dict[str, str]:
         """What enforces each limit."""
         fallback = {"memory": "rlimit", "pids": "rlimit", "cpu": "affinity only", "file_size": "rlimit"}
+        fallback["disk"] = "tmpfs when disk_bytes is given" if self.mode == "root" else "not limited"
         grouped = {name: f"cgroup v{version}" for version, _parent, names in self.cgroups for name in names}
         return {**fallback, **grouped}
 
@@ -162,5 +163,6 @@ def own_config(state: Path, sandbox: str, overlay: bool) -> dict[str, Any]:
         "pids": 64,
         "cpus": 1.0,
         "file_bytes": 1 << 30,
+        "disk_bytes": None,
         "tmpfs_bytes": 1 << 20,
     }

@@ -82,6 +82,8 @@ class ProcessBackend:
         """Fork an init. ConfigError for an image or a snapshot."""
         if request.image is not None or request.snapshot is not None:
             raise ConfigError("backend 'process' has neither images nor snapshots; use 'local'")
+        if request.spec.disk_bytes is not None:
+            raise ConfigError("disk_bytes: backend 'process' cannot limit it; leave it out")
         top = self._state / sandbox
         config = own_config(self._state, sandbox, False) | spec_config(request.spec)
         config |= {"number": next(self._numbers), "home": f"{top}/upper", "run_dir": f"{top}/work"}

@@ -4,8 +4,6 @@
 each hierarchy) of one sandbox; whoever made it removes it once nothing runs in it.
 """
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import contextlib

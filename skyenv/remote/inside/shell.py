@@ -6,8 +6,6 @@ always drains the FIFO into a bounded buffer: no writer ever blocks or sees a fu
 holds the call nor mixes into the next result. A shell that goes away is replaced with the same directory and exports.
 """
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import contextlib
