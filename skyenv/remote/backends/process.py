@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ class ProcessBackend:
             "state": str(self._state),
             "base_uid": None,
             "run_as": None,
-            "cgroups": [astuple(hierarchy) for hierarchy in self._hierarchies],
+            "cgroups": self._hierarchies,
         }
         async with launching.launch(config) as self._launcher:
             yield
