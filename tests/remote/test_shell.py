@@ -44,11 +44,11 @@ ROWS: dict[str, list[Run]] = {
     "heredoc at the end without newline": [Run("cat > f <<EOF\nx\nEOF"), Run("cat f", "x\n")],
     "heredoc of 500 lines": [Run(heredoc(500, 80), "40500\n")],
     "heredoc of 5 MB": [Run(heredoc(5000, 1000), "5005000\n")],
-    "unterminated quote": [Run("echo 'abc", code=2, within=1.0)],
-    "unterminated heredoc": [Run("cat <<EOF\nx", lambda out: out.endswith("x\n"), within=1.0)],
-    "unterminated substitution": [Run("echo $(ls", code=2, within=1.0)],
-    "unterminated if": [Run("if true; then", code=2, within=1.0)],
-    "stray fi": [Run("fi", code=2, within=1.0)],
+    "unterminated quote": [Run("echo 'abc", code=2, within=3.0)],
+    "unterminated heredoc": [Run("cat <<EOF\nx", lambda out: out.endswith("x\n"), within=3.0)],
+    "unterminated substitution": [Run("echo $(ls", code=2, within=3.0)],
+    "unterminated if": [Run("if true; then", code=2, within=3.0)],
+    "stray fi": [Run("fi", code=2, within=3.0)],
     "awk and delimiter lines": [Run("awk 'BEGIN{print \"\\n\"}'\ncat <<'X'\nEOF\nX", "\n\nEOF\n")],
     "prompt variables": [
         Run("PS1='(testbed) \\u@\\h# '; PROMPT_COMMAND='echo hi'; PS4='#'"),
@@ -59,7 +59,7 @@ ROWS: dict[str, list[Run]] = {
         Run("exit 7", "", code=7, restarted=True),
         Run("pwd; echo $KEPT${lost-}", "/usr\na b\n"),
     ],
-    "exit with a background job": [Run("sleep 600 & exit 1", code=1, restarted=True, within=1.0)],
+    "exit with a background job": [Run("sleep 600 & exit 1", code=1, restarted=True, within=3.0)],
     "sticky set -euo pipefail": [
         Run("set -euo pipefail"),
         Run("false", code=1, restarted=True),
@@ -139,11 +139,11 @@ ROWS: dict[str, list[Run]] = {
     "password prompts": [Run("su user -c 'su root -c id'; ssh nowhere true", code=None)],
     # Background work and process trees
     "background child holds the output": [
-        Run("sleep 600 &", "", within=1.0),
-        Run("nohup sleep 600 >/dev/null 2>&1 &", "", within=1.0),
+        Run("sleep 600 &", "", within=3.0),
+        Run("nohup sleep 600 >/dev/null 2>&1 &", "", within=3.0),
     ],
     "background output stays out of the next result": [
-        Run("(sleep 0.2; echo late) & echo now", "now\n", within=0.15 + 1.0),
+        Run("(sleep 0.2; echo late) & echo now", "now\n", within=3.0),
         Run("sleep 0.5; echo next", "next\n"),
     ],
     "a tree outlives nothing": [

@@ -22,7 +22,8 @@ from .cgroups import oom_kills
 from .files import write_all
 
 INTERRUPT_GRACE = 2.0
-KILL_GRACE = 0.5
+SHELL_GRACE = 0.2
+KILL_GRACE = 0.3
 SWEEP = 0.05
 STATUS_FD = 9
 READ = 1 << 17
@@ -290,9 +291,11 @@ class Shell:
         if running.phase == "interrupt" and now >= running.phase_until:
             running.phase, running.phase_until = "kill", now + KILL_GRACE
         if running.phase == "interrupt":
-            fresh = processes.started_since(running.known, (self.pid,), processes.scan()) - running.interrupted
-            processes.send(fresh, signal.SIGINT)
-            running.interrupted |= fresh
+            started = processes.started_since(running.known, (self.pid,), processes.scan())
+            processes.send(started - running.interrupted, signal.SIGINT)
+            running.interrupted |= started
+            if not started:
+                running.phase_until = min(running.phase_until, now + SHELL_GRACE)
         else:
             processes.kill_all((self.pid,), running.known)
             if now >= running.phase_until:
