@@ -24,7 +24,10 @@ class _Waiter:
 
 
 class Channel:
-    """One side of a socket on which the other side answers numbered requests, in any order."""
+    """One side of a socket on which the other side answers numbered requests, in any order.
+
+    The other side may be hostile: a frame that makes no sense ends the channel and nothing else.
+    """
 
     def __init__(self, sock: socket.socket, ended: str = "the process on the other side ended") -> None:
         self._ended = ended
@@ -43,7 +46,7 @@ class Channel:
                 await anyio.wait_readable(self._connection)
                 for frame in self._connection.receive():
                     self._accept(frame)
-        except (EOFError, OSError, ValueError, anyio.ClosedResourceError):
+        except (EOFError, OSError, ValueError, RecursionError, anyio.ClosedResourceError):
             pass
         finally:
             self.close(self._ended)

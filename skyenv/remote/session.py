@@ -1,12 +1,11 @@
 """One sandbox as the node sees it: the channel to its init, its lease, and the log of calls that makes retries safe.
 
 A call that changes something runs in a task of the node's, under its key; whoever asks with the same key waits for
-the same call. Finished calls are kept until 256 newer ones exist, so a lost answer can be fetched again.
+the same call. The last finished calls are kept (256 of them, 16 MiB in all), so a lost answer can be fetched again.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import time
@@ -34,6 +33,7 @@ from skyenv.remote.protocol import ExecParameters
 from skyenv.remote.tasks import background_tasks
 
 KEPT_CALLS = 256
+KEPT_BYTES = 16 << 20
 ENDED = "the sandbox's first process ended (killed, or out of memory)"
 INLINE = 1 << 20
 CHUNK = 1 << 18
@@ -81,7 +81,7 @@ class Call:
 
 
 class CallLog:
-    """Keyed calls, running ones and the last `KEPT_CALLS` finished ones."""
+    """Keyed calls, running ones and the last finished ones."""
 
     def __init__(self, group: TaskGroup) -> None:
         self._group = group
@@ -112,11 +112,12 @@ class CallLog:
         return any(not call.done.is_set() for call in self._calls.values())
 
     def _forget(self) -> None:
-        surplus = len(self._calls) - KEPT_CALLS
-        if surplus > 0:
-            finished = (key for key, call in self._calls.items() if call.done.is_set())
-            for key in list(itertools.islice(finished, surplus)):
-                del self._calls[key]
+        count, size = 0, 0
+        for key, call in reversed(list(self._calls.items())):
+            if call.done.is_set():
+                count, size = count + 1, size + (len(call.result.body) if call.result else 0)
+                if count > KEPT_CALLS or (size > KEPT_BYTES and count > 1):
+                    del self._calls[key]
 
 
 class Session:

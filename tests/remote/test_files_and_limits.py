@@ -265,3 +265,17 @@ async def test_eight_sandboxes_work_at_once(local_url: str) -> None:
         async with anyio.create_task_group() as group:
             for number in range(8):
                 group.start_soon(work, number)
+
+
+async def test_rootless_limits_without_control_groups(rootless_url: str) -> None:
+    async with connect(rootless_url, "secret") as client:
+        assert (await client.health())["limits"]["memory"] == "rlimit"
+        async with client.sandbox(memory_bytes=200 * MiB, pids=20, file_bytes=4 * MiB) as box:
+            assert "MemoryError" in (await box.exec("python3 -c 'x = bytearray(300 << 20)'")).output
+            assert "fork" in (await box.exec("sh -c 'for i in $(seq 60); do sleep 60 & done'")).output
+            await box.kill_processes()
+            assert (await box.exec("head -c 5M /dev/zero > large")).exit_code in (1, 153)
+            assert (await box.exec("echo alive")).output == "alive\n"
+        with pytest.raises(ConfigError, match="disk_bytes"):
+            async with client.sandbox(disk_bytes=16 * MiB):
+                pass

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,17 +63,18 @@ def state_of(launcher: int) -> Path:
     return Path(lock).parent
 
 
-ENDINGS: dict[str, tuple[str, signal.Signals, int]] = {
-    "interrupt": ("node", signal.SIGINT, 0),
-    "terminate": ("node", signal.SIGTERM, 0),
-    "kill": ("node", signal.SIGKILL, -9),
-}
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-async def test_a_node_leaves_nothing_behind(ending: str) -> None:
-    _whom, number, status = ENDINGS[ending]
-    with served(SERVE, "local") as (process, url):
+@pytest.mark.parametrize(
+    ("backend", "number", "status"),
+    [
+        ("local", signal.SIGINT, 0),
+        ("local", signal.SIGTERM, 0),
+        ("local", signal.SIGKILL, -9),
+        ("process", signal.SIGINT, 0),
+        ("process", signal.SIGKILL, -9),
+    ],
+)
+async def test_a_node_leaves_nothing_behind(backend: str, number: signal.Signals, status: int) -> None:
+    with served(SERVE, backend) as (process, url):
         async with connect(url, "secret") as client:
             async with client.sandbox() as first, client.sandbox() as second:
                 await first.exec("sleep 600 & setsid sleep 600 & touch /big; yes > /dev/null &")
@@ -118,33 +119,33 @@ async def test_a_launcher_that_is_killed_takes_its_sandboxes_along() -> None:
             await eventually(lambda: [str(pid) for pid in pids if Path(f"/proc/{pid}").exists()])
 
 
-async def test_the_next_node_sweeps_what_a_killed_launcher_left(tmp_path: Path, local_url: str) -> None:
+async def test_the_next_node_sweeps_what_a_killed_launcher_left(local_url: str) -> None:
     async with connect(local_url, "secret") as client, client.sandbox() as bystander:
-        with served(SERVE, "local") as (process, _url):
-            launcher = launcher_of(process.pid)
-            state = state_of(launcher)
-            os.kill(process.pid, signal.SIGSTOP)
-            os.kill(launcher, signal.SIGKILL)
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-            assert state.exists()
-            with served(SERVE, "local"):
-                await eventually(lambda: [str(state)] if state.exists() else [])
+        with served(SERVE, "local") as (process, url):
+            async with connect(url, "secret") as other, other.sandbox() as box:
+                launcher = launcher_of(process.pid)
+                state, pids = state_of(launcher), [launcher, *children(launcher)]
+                os.kill(process.pid, signal.SIGSTOP)
+                os.kill(launcher, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                await eventually(lambda: [str(pid) for pid in pids if Path(f"/proc/{pid}").exists()])
+                assert len(remains(state, [box.name], pids)) > 1
+                with served(SERVE, "local"):
+                    await eventually(lambda: remains(state, [box.name], pids))
         assert (await bystander.exec("echo alive")).output == "alive\n"
 
 
-async def test_a_live_state_directory_is_not_swept(tmp_path: Path) -> None:
+def test_a_live_state_directory_is_not_swept(tmp_path: Path) -> None:
+    starting = launching.make_state(tmp_path, None)
     state = launching.make_state(tmp_path, None)
-    holder = subprocess.Popen(["flock", str(state / "lock"), "sleep", "60"])
-    try:
-        await eventually(lambda: [] if (state / "lock").exists() else ["no lock"])
+    with (state / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         launching.sweep(tmp_path)
         assert state.exists()
-    finally:
-        holder.kill()
-        holder.wait()
-        subprocess.run(["fuser", "-ks", str(state / "lock")], check=False)
-    await eventually(lambda: launching.sweep(tmp_path) or ([str(state)] if state.exists() else []))  # type: ignore[func-returns-value]
+    launching.sweep(tmp_path)
+    assert not state.exists()
+    assert starting.exists()
 
 
 async def test_a_killed_init_is_a_lost_sandbox_and_nobody_elses() -> None:

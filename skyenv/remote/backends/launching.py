@@ -24,6 +24,7 @@ import anyio.to_thread
 
 from skyenv.errors import SandboxLost, SandboxUnavailable
 from skyenv.remote.channel import Channel
+from skyenv.remote.inside.cgroups import RECORD
 from skyenv.remote.tasks import background_tasks
 
 CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.{module} import main; main()"
@@ -52,11 +53,20 @@ def make_state(base: Path, owner: int | None) -> Path:
 
 
 def sweep(base: Path) -> None:
-    """Remove state directories of ours whose launcher is gone."""
+    """Remove state directories of this user whose launcher is gone, and the control groups of their sandboxes."""
     for state in base.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             if state.lstat().st_uid == os.geteuid() and _is_abandoned(state / "lock"):
+                _sweep_groups(state)
                 shutil.rmtree(state, ignore_errors=True)
+
+
+def _sweep_groups(state: Path) -> None:
+    record = state / RECORD
+    for parent in json.loads(record.read_text()) if record.exists() else ():
+        for sandbox in state.iterdir():
+            with contextlib.suppress(OSError):
+                Path(parent, sandbox.name).rmdir()
 
 
 def _is_abandoned(lock: Path) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from skyenv.errors import ConfigError
+from skyenv.errors import ConfigError, SandboxUnavailable
 from skyenv.remote.backends import launching, skeleton
 from skyenv.remote.backends.probe import BASE_UID, Probe, own_config, probe, shared_config
 from skyenv.remote.protocol import CreateRequest, Spec
@@ -161,7 +161,11 @@ class LocalBackend:
         """Copy the sandbox's own directory into a new layer."""
         name = secrets.token_hex(16)
         below = self._stacks.get(sandbox, ())
-        await self._copy(str(self._state / sandbox / "upper"), self._layer(name))
+        try:
+            await self._copy(str(self._state / sandbox / "upper"), self._layer(name))
+        except SandboxUnavailable:
+            await self._running().ask({"op": "remove", "path": self._layer(name)}, timeout=600.0)
+            raise
         self._hold(name, (name, *below) if self._stacked else (name,))
         return name
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD = 100_000  # microseconds
+RECORD = "cgroups.json"  # in a state directory: where its groups are, for whoever must clean up
 
 
 class Hierarchy(NamedTuple):

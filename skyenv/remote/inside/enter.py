@@ -45,7 +45,8 @@ def set_rlimits(config: dict[str, Any]) -> None:
     grouped = {name for _version, _parent, names in config["cgroups"] for name in names}
     wanted = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: config["file_bytes"]}
     if "memory" not in grouped:
-        wanted[resource.RLIMIT_AS] = config["memory_bytes"]
+        # Not RLIMIT_AS: runtimes such as V8 and the JVM reserve far more addresses than they use.
+        wanted[resource.RLIMIT_DATA] = config["memory_bytes"]
     if "pids" not in grouped and config["isolated"]:
         wanted[resource.RLIMIT_NPROC] = config["pids"]
     for kind, value in wanted.items():

@@ -34,6 +34,7 @@ class Init:
         self.poller = select.poll()
         self.shell = Shell(config, self.poller, oom_counter)
         self.jobs: dict[int, tuple[int, int]] = {}
+        self.shell.helpers = self.jobs.keys()
         self.frozen: set[int] = set()
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import enter, init, kernel, processes
-from .cgroups import Group, Hierarchy
+from .cgroups import RECORD, Group, Hierarchy
 from .wire import Connection, Frame
 
 RETRY_MS = 20
@@ -303,6 +303,8 @@ def main() -> None:
     become_user(config["run_as"])
     lock = os.open(f"{config['state']}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(f"{config['state']}/{RECORD}", "w") as file:
+        json.dump([parent for _version, parent, _names in config["cgroups"]], file)
     gc.collect()
     gc.freeze()
     gc.disable()

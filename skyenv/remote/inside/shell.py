@@ -14,7 +14,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from . import processes
@@ -116,6 +116,7 @@ class Shell:
         self.running: Running | None = None
         self.finished: tuple[dict[str, Any], bytes] | None = None
         self.readers: dict[int, Callable[[], None]] = {}
+        self.helpers: Collection[int] = ()
         self._stdin = self._status = -1
         self._record = bytearray()
         self._count = 0
@@ -253,7 +254,7 @@ class Shell:
         code = os.waitstatus_to_exitcode(status)
         if self.running is not None:
             if self.running.phase == "kill":
-                processes.kill_all(known=self.running.known)
+                processes.kill_all(self._spared(), self.running.known)
             self._finish(self.running, 128 - code if code < 0 else code)
         with contextlib.suppress(OSError):
             self.spawn()
@@ -282,6 +283,10 @@ class Shell:
         elif now >= running.next_sweep:
             self._sweep(running, now)
 
+    def _spared(self) -> tuple[int, ...]:
+        """Our own helpers, which no command started."""
+        return (self.pid, *self.helpers)
+
     def _end(self, running: Running) -> None:
         running.phase, running.phase_until = "interrupt", time.monotonic() + INTERRUPT_GRACE
         self._sweep(running, time.monotonic())
@@ -291,13 +296,13 @@ class Shell:
         if running.phase == "interrupt" and now >= running.phase_until:
             running.phase, running.phase_until = "kill", now + KILL_GRACE
         if running.phase == "interrupt":
-            started = processes.started_since(running.known, (self.pid,), processes.scan())
+            started = processes.started_since(running.known, self._spared(), processes.scan())
             processes.send(started - running.interrupted, signal.SIGINT)
             running.interrupted |= started
             if not started:
                 running.phase_until = min(running.phase_until, now + SHELL_GRACE)
         else:
-            processes.kill_all((self.pid,), running.known)
+            processes.kill_all(self._spared(), running.known)
             if now >= running.phase_until:
                 processes.send((self.pid,), signal.SIGKILL)
         running.next_sweep = now + SWEEP
