@@ -203,7 +203,7 @@ class Session:
 
     async def write_file(self, path: str, data: bytes, expected_bytes: int | None) -> Result:
         """Write a file; with `expected_bytes`, so many leading bytes of `data` are what it must hold now."""
-        header = {"path": path, "expected_bytes": expected_bytes, "streamed": len(data) > INLINE}
+        header = {"path": path, "expected_bytes": expected_bytes, "size": len(data), "streamed": len(data) > INLINE}
         if header["streamed"]:
             await self._deliver("write", header, data)
         else:

@@ -170,7 +170,10 @@ class Init:
 
             def from_stream() -> None:
                 with os.fdopen(source, "rb", closefd=False) as stream:
-                    write(stream.read())
+                    data = stream.read()
+                if len(data) != header["size"]:
+                    raise OSError(errno.EIO, "the data ended early", path)
+                write(data)
 
             self._start_job(number, source, from_stream)
         else:
