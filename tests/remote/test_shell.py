@@ -87,7 +87,7 @@ ROWS: dict[str, list[Run]] = {
         Run("bash -c 'trap \"\" INT TERM; sleep 300'", code=124, timeout=0.3, timed_out=True),
         Run("ps -e | grep -c '[s]leep'", "0\n", code=1),
     ],
-    "long silent command": [Run("grep -R nothing_like_this /proc 2>/dev/null", code=None, timeout=2.0, within=6.0)],
+    "long silent command": [Run("grep -R nothing_like_this /proc 2>/dev/null", code=None, timeout=0.5, within=6.0)],
     "closed descriptors": [Run('for i in $(seq 3 255); do eval "exec $i>&-"; done', code=None, restarted=True)],
     "no file size": [Run("ulimit -f 0; echo x", "x\n")],
     "no descriptors": [Run("ulimit -n 3", code=None, restarted=True), Run("echo ok", "ok\n")],
@@ -126,7 +126,7 @@ ROWS: dict[str, list[Run]] = {
     "unicode": [Run("echo 'grüße 漢字 🙂'", "grüße 漢字 🙂\n")],
     "a line of 200 kB": [Run(f"echo {BIG} | wc -c", "200001\n")],
     "history expansion": [Run('echo "hi!" !x', "hi! !x\n")],
-    "noexec": [Run("set -n", code=None, timeout=1.0, within=6.0), Run("true", code=None)],
+    "noexec": [Run("set -n", code=None, timeout=0.3, within=6.0), Run("true", code=None)],
     # Standard input
     "reading standard input": [
         Run("cat; read x; echo [$x]; python3; sh", "[]\n", within=3.0),
@@ -166,7 +166,7 @@ ROWS: dict[str, list[Run]] = {
     ],
     "partial output of a timeout": [Run("echo part; sleep 60", "part\n", code=124, timeout=0.3, timed_out=True)],
     "busy shell": [Run("while :; do :; done", code=124, timeout=0.2, timed_out=True, restarted=True)],
-    "fork bomb": [Run(":(){ :|:& };:", code=None, timeout=1.0, within=9.0)],
+    "fork bomb": [Run(":(){ :|:& };:", code=None, timeout=0.5, within=9.0)],
     "exit codes": [
         Run("nosuchcmd", lambda out: "nosuchcmd" in out, code=127),
         Run("touch /tmp/n; /tmp/n", code=126),
@@ -221,7 +221,7 @@ def check(run: Run, result: ExecResult) -> None:
 SH_ROWS = [
     "heredoc feeds a program", "heredoc of 5 MB", "exit", "set -e stops the command",
     "set -e after a failure still stops", "last status carries over", "several commands", "empty command",
-    "ignored interrupt", "unset PATH", "kill the shell", "exec replaces the shell",
+    "unset PATH", "kill the shell", "exec replaces the shell",
     "reading standard input", "background child holds the output", "partial output of a timeout", "exit codes",
 ]  # fmt: skip
 

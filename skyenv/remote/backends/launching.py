@@ -56,17 +56,20 @@ def sweep(base: Path) -> None:
     """Remove state directories of this user whose launcher is gone, and the control groups of their sandboxes."""
     for state in base.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ValueError):
-            if state.lstat().st_uid == os.geteuid() and _is_abandoned(state / "lock"):
-                _sweep_groups(state)
+            ours = state.lstat().st_uid == os.geteuid()
+            if ours and _is_abandoned(state / "lock") and _sweep_groups(state):
                 shutil.rmtree(state, ignore_errors=True)
 
 
-def _sweep_groups(state: Path) -> None:
+def _sweep_groups(state: Path) -> bool:
+    """Remove the sandboxes' control groups; False while something still ends in one, so that a later sweep does it."""
     record = state / RECORD
-    for parent in json.loads(record.read_text()) if record.exists() else ():
-        for sandbox in state.iterdir():
-            with contextlib.suppress(OSError):
-                Path(parent, sandbox.name).rmdir()
+    parents = json.loads(record.read_text()) if record.exists() else []
+    groups = [Path(parent, sandbox.name) for parent in parents for sandbox in state.iterdir()]
+    for group in groups:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+    return not any(group.is_dir() for group in groups)
 
 
 def _is_abandoned(lock: Path) -> bool:
