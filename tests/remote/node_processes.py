@@ -6,7 +6,7 @@ import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 SERVE = """
 import sys
@@ -26,9 +26,10 @@ uvicorn.Server(config).run([listener])
 
 
 @contextlib.contextmanager
-def served(code: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A node server as a process of its own, and its URL; interrupted at the end."""
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+def served(code: str, *arguments: str, below: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A node server as a process of its own, and its URL; interrupted at the end. `below` is a command to run it by."""
+    command = [*below, sys.executable, "-c", code, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         url = process.stdout.readline().strip()

@@ -19,11 +19,12 @@ BASE_UID = 1_500_000_000
 TIMEOUT = 20.0
 
 _ADVICE = (
+    ("): No space left", "raise sysctl user.max_user_namespaces and its siblings"),
+    ("-trial'", "the surrounding container has too few user ids for this mode"),
     ("unshare(0x10000000)", "allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu 24.04 "
      "or later kernel.apparmor_restrict_unprivileged_userns=0; in a container run it with --privileged or a seccomp "
      "profile that allows unshare"),
     ("unshare", "allow namespaces: run as root with CAP_SYS_ADMIN, or enable user namespaces"),
-    ("No space left", "raise sysctl user.max_user_namespaces (and its siblings)"),
     ("mount proc", "the outer container masks /proc, which forbids a fresh one; run it with "
      "--security-opt systempaths=unconfined"),
     ("mount overlay", "set SKYENV_STATE_DIR to a directory on ext4, xfs or tmpfs, not on an overlay"),
