@@ -50,7 +50,7 @@ def test_a_machine_without_namespaces_says_what_to_change() -> None:
     usable, mode, reasons, refusal = json.loads(result.stdout)
     assert (usable, mode) == (False, None)
     assert any("max_user_namespaces" in reason for reason in reasons)
-    assert reasons[0] in refusal
+    assert "max_user_namespaces" in refusal
 
 
 async def test_without_an_overlay_files_are_copied(tmp_path: Path) -> None:
