@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkyEnvError as error:
         print_error(str(error))
         return 1
+    except OSError as error:
+        print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return 1
     except KeyboardInterrupt as interrupt:
         print_error(str(interrupt) or "interrupted")
         return 130

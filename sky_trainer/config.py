@@ -261,6 +261,11 @@ def every_key() -> list[str]:
     return keys
 
 
+def defaults_text() -> str:
+    """Every key with its default, one a line."""
+    return "\n".join(f"  {key}: {value!r}" for key, value in flat(Config()).items())
+
+
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message for a key that does not exist, naming the nearest that does."""
     leaf = key.rpartition(".")[2]

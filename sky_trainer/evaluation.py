@@ -53,7 +53,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """Everything that an evaluation needs. `out`: a file for the transcripts."""
+    """Everything that an evaluation needs. `seed` is the hf policy's; `out` is a file for the transcripts."""
 
     tasks: Sequence[SweTask]
     policy: Policy
@@ -61,6 +61,7 @@ class EvalPlan:
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    seed: int = 0
     out: Path | None = None
 
 
@@ -90,7 +91,7 @@ async def _open_pipeline(plan: EvalPlan, provider: SandboxProvider, stack: Async
     policy, rollout = plan.policy, plan.rollout
     engine: Engine
     if policy.name == "hf":
-        engine, renderer = await _hf_engine(policy.model, rollout, stack)
+        engine, renderer = await _hf_engine(policy.model, rollout, plan.seed, stack)
     elif policy.name == "openai":
         engine = await stack.enter_async_context(OpenAIEngine(policy.url, policy.model))
         renderer = await _renderer_for_server(policy.model, rollout)
@@ -112,14 +113,15 @@ async def _scripts(plan: EvalPlan, provider: SandboxProvider, renderer: Renderer
             return read_scripts(plan.policy.script, plan.tasks, renderer.format)
 
 
-async def _hf_engine(path: str, rollout: RolloutConfig, stack: AsyncExitStack) -> tuple[Engine, Renderer]:
+async def _hf_engine(path: str, rollout: RolloutConfig, seed: int, stack: AsyncExitStack) -> tuple[Engine, Renderer]:
     from sky_trainer.engines import HFEngine
-    from sky_trainer.models import load_model, load_tokenizer
+    from sky_trainer.models import load_model, load_tokenizer, on_best_device
 
     tokenizer = await anyio.to_thread.run_sync(load_tokenizer, path)
     model = await anyio.to_thread.run_sync(load_model, path)
+    model = await anyio.to_thread.run_sync(on_best_device, model)
     renderer = make_renderer(tokenizer, rollout)
-    engine = HFEngine(model, renderer.decode, renderer.stop_token_ids)
+    engine = HFEngine(model, renderer.decode, renderer.stop_token_ids, seed=seed)
     return await stack.enter_async_context(engine), renderer
 
 

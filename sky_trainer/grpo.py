@@ -51,23 +51,18 @@ OWNED = {
     "generation_batch_size": "rollout.groups_per_step",
     "use_vllm": "nothing: generation goes through the pipeline's engine",
     "mask_truncated_completions": "rollout.stop_policy",
-    "remove_unused_columns": "nothing",
+    "remove_unused_columns": "nothing: rows need every column",
+    "logging_steps": "nothing: every step is recorded",
 }
 
 
-def grpo_config(config: Config, world_size: int = 1) -> GRPOConfig:
+def grpo_config(config: Config) -> GRPOConfig:
     """TRL's configuration of a run. Raises ConfigError for a key under `grpo:` that is unknown, ours or ill-typed."""
-    per_step, micro = config.rows_per_step, config.micro_batch * world_size
-    if per_step % micro:
-        raise ConfigError(
-            f"{per_step} rows a step do not divide into micro_batch {config.micro_batch} x {world_size} processes"
-        )
     values = {
         "bf16": False,
         "gradient_checkpointing": False,
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
-        "logging_steps": 1,
         "scale_rewards": "none",
         "report_to": "none",
         "disable_tqdm": True,
@@ -82,9 +77,10 @@ def grpo_config(config: Config, world_size: int = 1) -> GRPOConfig:
         "num_generations": config.rollout.group_size,
         "temperature": config.rollout.temperature,
         "per_device_train_batch_size": config.micro_batch,
-        "gradient_accumulation_steps": per_step // micro,
+        "gradient_accumulation_steps": config.rows_per_step // config.micro_batch,
         "mask_truncated_completions": False,
         "remove_unused_columns": False,
+        "logging_steps": 1,
     }
     try:
         return GRPOConfig(**values)

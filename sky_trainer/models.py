@@ -27,5 +27,12 @@ def load_model(path: str, dtype: str = "float32") -> Any:
         raise ConfigError(f"model {path!r}: cannot be loaded: {_first_line(error)}") from error
 
 
+def on_best_device(model: Any) -> Any:
+    """The model on the first GPU where there is one."""
+    import torch
+
+    return model.to("cuda") if torch.cuda.is_available() else model
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

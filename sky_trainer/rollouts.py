@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio
 from anyio.from_thread import BlockingPortal
 
 from skyenv.errors import SkyEnvError
@@ -24,7 +25,8 @@ T = TypeVar("T")
 class Rollouts:
     """Blocking face of a pipeline for one thread. The portal and the pipeline belong to whoever opened them.
 
-    `on_trajectory` is called in the portal's thread for each trajectory as it ends: for files and live displays.
+    `on_trajectory` is called for each trajectory as it ends, one at a time, in a thread where it may block: for files
+    and live displays.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class Rollouts:
             async for trajectory in run:
                 found.append(trajectory)
                 if self._on_trajectory is not None:
-                    self._on_trajectory(trajectory)
+                    await anyio.to_thread.run_sync(self._on_trajectory, trajectory)
         return found
 
 

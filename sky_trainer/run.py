@@ -70,7 +70,12 @@ def train(config: Config, display: Display) -> Outcome:
     args = grpo.grpo_config(config)
     tasks = choose_tasks(config.tasks)
     prepare_directory(config)
+    if args.world_size > 1:
+        raise ConfigError("training runs in one process; start it without torchrun or accelerate launch")
     checkpoint = last_checkpoint(config.run_dir) if config.resume else None
+    first_step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+    if first_step >= config.steps:
+        return outcome(config, started)
     with ExitStack() as stack:
         stack.enter_context(display)
         portal = stack.enter_context(start_blocking_portal())
@@ -79,7 +84,6 @@ def train(config: Config, display: Display) -> Outcome:
         renderer = make_renderer(tokenizer, config.rollout)
         engine = HFEngine(model, renderer.decode, renderer.stop_token_ids, seed=config.seed)
         stack.enter_context(opened(portal, engine))
-        first_step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
 
@@ -101,8 +105,14 @@ def train(config: Config, display: Display) -> Outcome:
         display.stage(f"GRPO: {config.steps - first_step} steps of {config.rows_per_step} rollouts")
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.save_model(str(config.run_dir / FINAL))
-    first, last = quarters(read_metrics(config.run_dir))
-    return Outcome(config.run_dir, config.steps, first, last, time.monotonic() - started)
+    return outcome(config, started)
+
+
+def outcome(config: Config, started: float) -> Outcome:
+    """What the run directory says."""
+    rows = read_metrics(config.run_dir)
+    first, last = quarters(rows)
+    return Outcome(config.run_dir, len(rows), first, last, time.monotonic() - started)
 
 
 def prepare_libraries(config: Config) -> None:

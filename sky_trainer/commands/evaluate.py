@@ -36,6 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--describe-tools", choices=("full", "names"), default="full", help="names: for models made by the demo"
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default 1.0)")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling with hf (default 0)")
     parser.add_argument("--max-turns", type=int, default=30, help="turns an episode (default 30)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="tokens a turn (default 1024)")
     parser.add_argument("--max-context", type=int, default=16384, help="tokens an episode (default 16384)")
@@ -89,6 +90,7 @@ def make_plan(arguments: argparse.Namespace) -> EvalPlan:
         EnvConfig(options={"prompt": arguments.prompt}),
         SandboxConfig(arguments.sandbox, arguments.token),
         rollout,
+        arguments.seed,
         arguments.out,
     )
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 Any key of the configuration can be given on the command line: --steps 50, --rollout.group_size 8,
---grpo.learning_rate 1e-5. An existing run directory is resumed from its newest checkpoint.
+--grpo.learning_rate 1e-5. Below grpo stand the options of TRL's GRPOConfig that are not set by another key. An
+existing run directory is resumed from its newest checkpoint. The keys and their defaults:
+
 """
 
 
@@ -24,7 +26,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "train",
         help="train with GRPO as a configuration file says",
-        epilog=EPILOG,
+        epilog=EPILOG + configuration.defaults_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
