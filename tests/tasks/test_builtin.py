@@ -41,7 +41,7 @@ def patched(name: str, files: Tree, root: Path) -> Tree:
     return read_directory(root, name)
 
 
-def outcomes(name: str, files: Tree, root: Path) -> dict[str, float]:
+def outcomes(name: str, files: Tree, root: Path) -> dict[str, bool]:
     root.mkdir()
     tests = {path: file.data for path, file in tree(name, "hidden").items()}
     return run_tests({path: file.data for path, file in files.items()}, tests, root)
@@ -88,7 +88,6 @@ def test_fails_before_and_passes_after_the_reference(name: str, tmp_path: Path) 
     row, repo = ROWS[name], tree(name, "repo")
     before = outcomes(name, repo, tmp_path / "before")
     after = outcomes(name, patched(name, repo, tmp_path / "patched"), tmp_path / "after")
-    assert after.pop("seconds") < 0.5
     assert set(after) == {*row["fail_to_pass"], *row["pass_to_pass"]}
     assert all(after.values())
     assert {test for test in after if before.get(test)} == set(row["pass_to_pass"])
@@ -98,7 +97,6 @@ def test_fails_before_and_passes_after_the_reference(name: str, tmp_path: Path) 
 def test_the_repository_passes_its_own_tests(name: str, tmp_path: Path) -> None:
     files = {path: file.data for path, file in tree(name, "repo").items()}
     found = run_tests(files, {path: data for path, data in files.items() if path.startswith("tests/")}, tmp_path)
-    assert found.pop("seconds") < 0.5
     assert found
     assert all(found.values())
 
