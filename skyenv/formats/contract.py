@@ -12,21 +12,24 @@ from skyenv.tools.schema import check_arguments
 from skyenv.types import FinishReason, Message, NativeCall, ToolCall, ToolSpec
 
 MAX_CALLS = 64
-_FOREIGN = re.compile(
-    r"(?P<tags><function\s*=)|(?P<json><tool_call>\s*\{)|(?P<bare>\{\s*\"name\"\s*:\s*\"[^\"\n]{1,80}\"\s*,"
-    r"\s*\"(?:arguments|parameters)\"\s*:)|(?P<mistral>\[TOOL_CALLS\]|\w\[ARGS\])"
-    r"|(?P<deepseek><｜tool▁calls?▁begin｜>)|(?P<harmony>\bto=functions\.\w)"
-    r"|(?P<native>\{\s*\"tool_calls\"\s*:\s*\[)"
+_FOREIGN = tuple(
+    (literal, re.compile(pattern), how)
+    for literal, pattern, how in (
+        ("=", r"(?i:<function\s*=)", "with <function=...>"),
+        ("<tool_call>", r"<tool_call>\s*\{", "as JSON between <tool_call> tags"),
+        (
+            '"name"',
+            r'\{\s*"name"\s*:\s*"[^"\n]{1,80}"\s*,\s*"(?:arguments|parameters)"\s*:',
+            "as a JSON object",
+        ),
+        ("[TOOL_CALLS]", r"\[TOOL_CALLS\]", "with [TOOL_CALLS]"),
+        ("[ARGS]", r"\w\[ARGS\]", "with [ARGS] but without [TOOL_CALLS]"),
+        ("\u2581begin", "<\uff5ctool\u2581calls?\u2581begin\uff5c>", "with DeepSeek's tool call tokens"),
+        ("to=functions.", r"\bto=functions\.\w", "with to=functions"),
+        ('"tool_calls"', r'\{\s*"tool_calls"\s*:\s*\[', "as a list of tool_calls"),
+    )
 )
-_FOREIGN_NAMES = {
-    "tags": "with <function=...>",
-    "json": "as JSON between <tool_call> tags",
-    "bare": "as a JSON object",
-    "mistral": "with [TOOL_CALLS]",
-    "deepseek": "with DeepSeek's tool call tokens",
-    "harmony": "with to=functions",
-    "native": "as a list of tool_calls",
-}
+"""What calls of other formats look like: a literal that is quick to look for, the pattern, and how to name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +149,9 @@ def too_many() -> Rejected:
 
 def refuse_foreign(visible: str, shape: str) -> None:
     """Raise Rejected when text outside calls holds a call in another format."""
-    if found := _FOREIGN.search(visible):
-        how = _FOREIGN_NAMES[str(found.lastgroup)]
-        raise reject(f"The tool call is written {how}, which is not the format used here.", shape)
+    for literal, pattern, how in _FOREIGN:
+        if literal in visible and pattern.search(visible):
+            raise reject(f"The tool call is written {how}, which is not the format used here.", shape)
 
 
 def checked_call(name: str, arguments: object, id: str = "", *, tools: Sequence[ToolSpec]) -> ToolCall:

@@ -72,7 +72,8 @@ class TaggedText:
         return calls
 
     def _check_prose(self, visible: str) -> None:
-        if _LOOKALIKE.search(visible):
+        lowered = visible.lower()
+        if ("function" in lowered or "parameter" in lowered) and _LOOKALIKE.search(visible):
             raise (
                 reject(CUT_OFF) if self._cut else reject("A tag of the tool call is not written exactly.", self._shape)
             )
