@@ -155,6 +155,7 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class Tool(Protocol):
     """A tool of an environment. Whatever the model does wrong is an answer, not an exception."""
 

@@ -22,7 +22,7 @@ LAYERS: dict[str, set[str]] = {
     "skyenv.plugins": {"skyenv.errors"},
     "skyenv.formats": CORE | {"skyenv.formats", "skyenv.tools", "skyenv.plugins"},
     "skyenv.renderer": CORE | {"skyenv.formats"},
-    "skyenv.tools": CORE | {"skyenv.tools"},
+    "skyenv.tools": CORE | {"skyenv.tools", "skyenv.plugins"},
     "skyenv.rewards": CORE,
     "skyenv.stuck": CORE,
     "skyenv.engines": CORE | {"skyenv.engines", "skyenv.renderer"},
