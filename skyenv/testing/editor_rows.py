@@ -29,9 +29,10 @@ class Answer:
 class Step:
     """One call and what is expected of its answer.
 
-    `path` is below the work directory unless `raw`. `lines`: the numbered lines, exactly; `numbers`: only their
-    numbers; `each`: the text of each numbered line, with its number for `{}`; `refused`: None allows both; `says`: patterns that the text must contain, case ignored; `race`: bytes that somebody else writes to the
-    file between the editor's reading and its writing; `write`: bytes written to the file instead of a call.
+    `path` is below the work directory unless `raw`. `refused`: None allows both. `lines`: the numbered lines, exactly;
+    `numbers`: only their numbers; `each`: the text of each numbered line, with its number for `{}`; `says`: patterns
+    that the text must contain, case ignored; `race`: bytes that somebody else writes to the file between the editor's
+    reading and its writing; `write`: bytes written to the file instead of a call.
     """
 
     command: str
