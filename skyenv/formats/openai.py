@@ -6,7 +6,6 @@ The tools travel on the first message and not in its text. Written as text, for 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -121,15 +120,3 @@ def answer_all(calls: Sequence[NativeCall], results: Sequence[tuple[str, ToolCal
         text = texts.get(call.id) or (spare.pop(0) if spare else UNANSWERED)
         messages.append(Message("tool", text, name=call.name, call_id=call.id))
     return messages + [Message("user", text) for text in spare]
-
-
-def resent(call: NativeCall) -> dict[str, Any]:
-    """A reported call as it is sent back: templates of servers choke on arguments that are no JSON object."""
-    arguments = call.arguments if isinstance(call.arguments, str) else dumps(call.arguments)
-    try:
-        whole = isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        whole = False
-    if not whole:
-        arguments = "{}" if call.arguments in (None, "") else dumps({"invalid_arguments": arguments})
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from skyenv import formats
+from skyenv.engines.dialects import resent
 from skyenv.errors import ConfigError
-from skyenv.formats.openai import OpenAITools, answer_all, resent
+from skyenv.formats.openai import OpenAITools, answer_all
 from skyenv.tools import default_tools
 from skyenv.types import FinishReason, Message, NativeCall, ToolCall, ToolSpec
 
