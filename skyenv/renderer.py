@@ -218,11 +218,19 @@ class Renderer:
         """What the template renders behind an answer that is followed by `messages`, with slots for contents."""
         turns: list[dict[str, Any]] = [{"role": "user", "content": "hi"}, self._dummy_answer(messages, _ANSWER)]
         turns += [_as_dict(message, _slot(i)) for i, message in enumerate(messages)]
-        rest = self._apply(turns).rpartition(_ANSWER)[2]
-        if self._structured and turns[1].get("tool_calls"):
-            found = self._literal.search(rest)
-            rest = rest[found.start() :] if found else rest
-        return rest
+        whole = self._apply(turns)
+        if not (self._structured and "tool_calls" in turns[1]):
+            return whole.rpartition(_ANSWER)[2]
+        answered = self._apply(turns[:2], ask=False)
+        return whole[self._answer_end(answered) :] if whole.startswith(answered) else ""
+
+    def _answer_end(self, answered: str) -> int:
+        """Where the token begins that ends the structured answer at the end of a rendering; its length if none does."""
+        literals = list(self._literal.finditer(answered, answered.rfind(_ANSWER) + 1))
+        last = literals[-1] if literals else None
+        if last is None or (last[0].startswith("</") and last[0].replace("/", "") in answered):
+            return len(answered)  # the tag that closes a call; what follows the answer ends it
+        return last.start()
 
     def _dummy_answer(self, messages: Sequence[Message], text: str) -> dict[str, Any]:
         """An answer that `messages` may follow; a structured one holds `text` as an argument of its calls."""
@@ -325,9 +333,9 @@ class Renderer:
     ) -> list[tuple[dict[str, Any], str, str]]:
         """Answers as the template takes them, as they are sampled, and what of the prompt before it drops later."""
         if self._structured and result.role == "tool":
-            answer = self._dummy_answer([result], "@answer@")
+            answer = self._dummy_answer([result], _ANSWER)
             asked = self._apply([*(_as_dict(m, m.content) for m in prompt), answer], ask=False)
-            end = asked.rfind(next(text for text, number in self._control.items() if number == self.end_of_turn))
+            end = self._answer_end(asked)
             return [(answer, asked[len(begin) : end], "")] if asked.startswith(begin) else []
         thought = _THOUGHT.format(plan="@plan@", answer="@answer@")
         texts = [("@answer@", "@answer@"), (thought, thought), (thought, thought.removeprefix("<think>\n"))]
