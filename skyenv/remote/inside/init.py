@@ -34,6 +34,7 @@ class Init:
         self.poller = select.poll()
         self.shell = Shell(config, self.poller, oom_counter)
         self.jobs: dict[int, tuple[int, int]] = {}
+        self.shell.helpers = self.jobs.keys()
         self.frozen: set[int] = set()
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -169,7 +170,10 @@ class Init:
 
             def from_stream() -> None:
                 with os.fdopen(source, "rb", closefd=False) as stream:
-                    write(stream.read())
+                    data = stream.read()
+                if len(data) != header["size"]:
+                    raise OSError(errno.EIO, "the data ended early", path)
+                write(data)
 
             self._start_job(number, source, from_stream)
         else:

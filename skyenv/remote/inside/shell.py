@@ -6,8 +6,6 @@ always drains the FIFO into a bounded buffer: no writer ever blocks or sees a fu
 holds the call nor mixes into the next result. A shell that goes away is replaced with the same directory and exports.
 """
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import contextlib
@@ -16,7 +14,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from . import processes
@@ -24,7 +22,8 @@ from .cgroups import oom_kills
 from .files import write_all
 
 INTERRUPT_GRACE = 2.0
-KILL_GRACE = 0.5
+SHELL_GRACE = 0.2
+KILL_GRACE = 0.3
 SWEEP = 0.05
 STATUS_FD = 9
 READ = 1 << 17
@@ -117,6 +116,7 @@ class Shell:
         self.running: Running | None = None
         self.finished: tuple[dict[str, Any], bytes] | None = None
         self.readers: dict[int, Callable[[], None]] = {}
+        self.helpers: Collection[int] = ()
         self._stdin = self._status = -1
         self._record = bytearray()
         self._count = 0
@@ -254,7 +254,7 @@ class Shell:
         code = os.waitstatus_to_exitcode(status)
         if self.running is not None:
             if self.running.phase == "kill":
-                processes.kill_all(known=self.running.known)
+                processes.kill_all(self._spared(), self.running.known)
             self._finish(self.running, 128 - code if code < 0 else code)
         with contextlib.suppress(OSError):
             self.spawn()
@@ -283,6 +283,10 @@ class Shell:
         elif now >= running.next_sweep:
             self._sweep(running, now)
 
+    def _spared(self) -> tuple[int, ...]:
+        """Our own helpers, which no command started."""
+        return (self.pid, *self.helpers)
+
     def _end(self, running: Running) -> None:
         running.phase, running.phase_until = "interrupt", time.monotonic() + INTERRUPT_GRACE
         self._sweep(running, time.monotonic())
@@ -292,11 +296,13 @@ class Shell:
         if running.phase == "interrupt" and now >= running.phase_until:
             running.phase, running.phase_until = "kill", now + KILL_GRACE
         if running.phase == "interrupt":
-            fresh = processes.started_since(running.known, (self.pid,), processes.scan()) - running.interrupted
-            processes.send(fresh, signal.SIGINT)
-            running.interrupted |= fresh
+            started = processes.started_since(running.known, self._spared(), processes.scan())
+            processes.send(started - running.interrupted, signal.SIGINT)
+            running.interrupted |= started
+            if not started:
+                running.phase_until = min(running.phase_until, now + SHELL_GRACE)
         else:
-            processes.kill_all((self.pid,), running.known)
+            processes.kill_all(self._spared(), running.known)
             if now >= running.phase_until:
                 processes.send((self.pid,), signal.SIGKILL)
         running.next_sweep = now + SWEEP
