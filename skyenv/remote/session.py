@@ -166,9 +166,10 @@ class Session:
         frame = await self.ask("exec", parameters.model_dump(), command, timeout=limit)
         return _exec_result(frame)
 
-    async def poll(self, soft_timeout: float | None) -> Result:
-        """Wait for the running command."""
-        return _exec_result(await self.ask("poll", {"soft_timeout": soft_timeout}, timeout=8 * 86400.0))
+    async def poll(self, soft_timeout: float | None, typed: bytes = b"") -> Result:
+        """Wait for the running command, once `typed` is on its terminal."""
+        op = "input" if typed else "poll"
+        return _exec_result(await self.ask(op, {"soft_timeout": soft_timeout}, typed, timeout=8 * 86400.0))
 
     async def interrupt(self) -> Result:
         """End the running command."""
