@@ -94,16 +94,16 @@ class HFEngine:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         tasks, self._tasks = self._tasks, None
         if tasks is None:
-            return None
+            return
         for request in self._waiting + self._running:
             request.cancelled = True
             request.error = EngineError("the engine was closed")
             request.done.set()
         tasks.cancel_scope.cancel()
-        return await tasks.__aexit__(kind, error, trace)
+        await tasks.__aexit__(None, None, None)  # the caller's exception is not this group's
 
     async def generate(
         self,

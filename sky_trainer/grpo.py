@@ -16,7 +16,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -246,9 +245,3 @@ def task_dataset(tasks: Sequence[Any], args: GRPOConfig) -> Dataset:
     groups = args.generation_batch_size // args.num_generations
     order = list(range(len(tasks))) * (groups // math.gcd(groups, len(tasks)))
     return Dataset.from_list([{"prompt": tasks[i].task_id, "task_index": i} for i in order])
-
-
-def last_checkpoint(run_dir: Path) -> Path | None:
-    """The newest complete checkpoint of a run, if any."""
-    found = [path for path in run_dir.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)

@@ -76,6 +76,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """The newest complete checkpoint of a run, if any."""
+    found = [path for path in run_dir.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
 def quarters(rows: list[dict[str, Any]]) -> tuple[float | None, float | None]:
     """Mean reward of the first and of the last quarter of the recorded steps; None without any reward."""
     rewards = [row["reward"] for row in rows if row.get("reward") is not None]

@@ -6,7 +6,8 @@ thread only waits on it, so an interrupt there cancels the rollouts and returns 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio.from_thread import BlockingPortal
@@ -61,6 +62,21 @@ def call(portal: BlockingPortal, function: Callable[..., Awaitable[T]], *argumen
         return future.result()
     finally:
         future.cancel()
+
+
+@contextmanager
+def opened(portal: BlockingPortal, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """Keep an asynchronous context manager open on the portal.
+
+    It is left without this block's exception: that one belongs to another thread, and an interrupt thrown into the
+    portal's tasks would take its loop down before they have cleaned up.
+    """
+    inner = portal.wrap_async_context_manager(manager)
+    value = inner.__enter__()
+    try:
+        yield value
+    finally:
+        inner.__exit__(None, None, None)
 
 
 def grouped(trajectories: Sequence[Trajectory], groups: int, group_size: int) -> list[TrajectoryGroup]:

@@ -26,8 +26,8 @@ from sky_trainer.display import Display
 from sky_trainer.engines import HFEngine
 from sky_trainer.models import load_model, load_tokenizer
 from sky_trainer.policies import corpus, expert_scripts, replayed
-from sky_trainer.record import RunRecord, quarters, read_metrics
-from sky_trainer.rollouts import Rollouts
+from sky_trainer.record import RunRecord, last_checkpoint, quarters, read_metrics
+from sky_trainer.rollouts import Rollouts, opened
 from sky_trainer.tiny import make_model, make_tokenizer
 from sky_trainer.warm_start import supervise
 from sky_trainer.weights import SharedWeights
@@ -70,20 +70,15 @@ def train(config: Config, display: Display) -> Outcome:
     args = grpo.grpo_config(config)
     tasks = choose_tasks(config.tasks)
     prepare_directory(config)
-    checkpoint = grpo.last_checkpoint(config.run_dir) if config.resume else None
+    checkpoint = last_checkpoint(config.run_dir) if config.resume else None
     with ExitStack() as stack:
         stack.enter_context(display)
         portal = stack.enter_context(start_blocking_portal())
-        provider = stack.enter_context(
-            portal.wrap_async_context_manager(skyenv.connect(config.sandbox.url, config.sandbox.token))
-        )
+        provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
         model, tokenizer = policy(config, checkpoint, tasks, Sandboxes(portal, provider), display)
         renderer = make_renderer(tokenizer, config.rollout)
-        engine = stack.enter_context(
-            portal.wrap_async_context_manager(
-                HFEngine(model, renderer.decode, renderer.stop_token_ids, seed=config.seed)
-            )
-        )
+        engine = HFEngine(model, renderer.decode, renderer.stop_token_ids, seed=config.seed)
+        stack.enter_context(opened(portal, engine))
         first_step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from skyenv.registry import make, register_all
+from skyenv.registry import announce, make
 
 if TYPE_CHECKING:
     from skyenv import formats, testing
@@ -94,4 +94,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-register_all()
+announce()

@@ -1,19 +1,22 @@
 """Environments by id: what `skyenv.make` builds and what Gymnasium is told.
 
-This is where environments meet the sandbox client; neither imports the other.
+This is where environments meet the sandbox client; neither imports the other. Gymnasium costs 0.2 s to import (numpy),
+so it is told when it is there: at once when it was imported before skyenv, else by an import hook that removes itself.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import import_module
-from types import MappingProxyType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import gymnasium
 
 from skyenv.core import Env, SandboxProvider
 from skyenv.errors import ConfigError
@@ -33,13 +36,43 @@ class Registration(NamedTuple):
 ENVIRONMENTS: Mapping[str, Registration] = MappingProxyType(
     {"SkyRL/SWE-v0": Registration("skyenv.registry:make_swe", "skyenv.registry:make_swe_vector")}
 )
+GYMNASIUM_REGISTRY = "gymnasium.envs.registration"
+
+
+def announce() -> None:
+    """Register with Gymnasium now if it is loaded, else as soon as it is."""
+    if GYMNASIUM_REGISTRY in sys.modules:
+        register_all()
+    elif not any(isinstance(finder, _AfterGymnasium) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterGymnasium())
+
+
+class _AfterGymnasium(MetaPathFinder):
+    """Waits for Gymnasium's registry to be imported, registers, and is gone."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != GYMNASIUM_REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                register_all()
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
 
 
 def register_all() -> None:
     """Tell Gymnasium of every environment; harmless when repeated."""
+    from gymnasium.envs.registration import register, registry
+
     for env_id, registration in ENVIRONMENTS.items():
-        if env_id not in gymnasium.registry:
-            gymnasium.register(
+        if env_id not in registry:
+            register(
                 env_id,
                 entry_point=registration.entry_point,
                 vector_entry_point=registration.vector_entry_point,

@@ -102,10 +102,17 @@ def test_trl_is_imported_in_one_file_only() -> None:
 
 
 def test_import_is_light() -> None:
-    heavy = ("torch", "transformers", "trl", "docker", "datasets")
+    heavy = ("torch", "transformers", "trl", "docker", "datasets", "numpy", "gymnasium", "httpx", "pydantic")
     code = f"import skyenv, sys; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("order", ["import skyenv, gymnasium", "import gymnasium, skyenv"])
+def test_gymnasium_knows_the_environments_in_any_import_order(order: str) -> None:
+    code = f"{order}; print(gymnasium.spec('SkyRL/SWE-v0').id)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
+    assert result.stdout.strip() == "SkyRL/SWE-v0"
 
 
 def test_public_names_exist_and_are_few() -> None:

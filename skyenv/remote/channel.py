@@ -24,9 +24,13 @@ class _Waiter:
 
 
 class Channel:
-    """One side of a socket on which the other side answers numbered requests, in any order."""
+    """One side of a socket on which the other side answers numbered requests, in any order.
 
-    def __init__(self, sock: socket.socket) -> None:
+    The other side may be hostile: a frame that makes no sense ends the channel and nothing else.
+    """
+
+    def __init__(self, sock: socket.socket, ended: str = "the process on the other side ended") -> None:
+        self._ended = ended
         self._connection = Connection(sock)
         self._waiters: dict[int, _Waiter] = {}
         self._numbers = itertools.count(1)
@@ -42,10 +46,10 @@ class Channel:
                 await anyio.wait_readable(self._connection)
                 for frame in self._connection.receive():
                     self._accept(frame)
-        except (EOFError, OSError, ValueError, anyio.ClosedResourceError):
+        except (EOFError, OSError, ValueError, RecursionError, anyio.ClosedResourceError):
             pass
         finally:
-            self.close(self._reason or "the process on the other side ended")
+            self.close(self._ended)
 
     def _accept(self, frame: Frame) -> None:
         number = frame.header.get("id")
@@ -73,8 +77,8 @@ class Channel:
                 await waiter.done.wait()
         except TimeoutError:
             raise SandboxLost(f"no answer to {header['op']!r} within {timeout} s") from None
-        except OSError as error:
-            raise SandboxLost(f"sending {header['op']!r} failed: {error}") from error
+        except OSError:
+            raise SandboxLost(self._reason or self._ended) from None
         finally:
             self._waiters.pop(number, None)
         if waiter.frame is None:

@@ -8,6 +8,7 @@ request that never left, or one that carries a key or is idempotent by nature, i
 from __future__ import annotations
 
 import json
+import logging
 import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -34,11 +35,13 @@ from skyenv.remote.tasks import background_tasks
 from skyenv.types import ExecResult, FileInfo
 
 Method = Literal["GET", "PUT", "POST", "DELETE"]
-ATTEMPTS = 8
+LOG = logging.getLogger(__name__)
+ATTEMPTS = 5
 PATIENCE = 60.0
 REQUEST_GRACE = 15.0
 TRANSFER_TIMEOUT = 660.0
 DELETE_TIMEOUT = 15.0
+LEASE_TICK = 0.2
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
@@ -92,6 +95,14 @@ def _pause(state: tenacity.RetryCallState) -> float:
     return max(backoff, error.retry_after or 0.0) if isinstance(error, SandboxUnavailable) else backoff
 
 
+def _enough(state: tenacity.RetryCallState) -> bool:
+    """A node that says when to come back is asked for longer than one that does not answer."""
+    error = state.outcome.exception() if state.outcome else None
+    if isinstance(error, SandboxUnavailable):
+        return (state.seconds_since_start or 0.0) > PATIENCE
+    return state.attempt_number >= ATTEMPTS
+
+
 class SandboxClient:
     """A `SandboxProvider`. Made by `connect`."""
 
@@ -116,7 +127,8 @@ class SandboxClient:
     ) -> AsyncIterator[RemoteSandbox]:
         """Open a sandbox; leaving the block deletes it.
 
-        `spec`: memory_bytes, pids, cpus, file_bytes, tmpfs_bytes, ttl (seconds without use), shell ("bash" or "sh").
+        `spec`: memory_bytes, pids, cpus, file_bytes, disk_bytes, tmpfs_bytes, ttl (seconds without use), shell
+        ("bash" or "sh"); see `protocol.Spec`.
         ConfigError naming the nearest key; SandboxUnavailable when none can be had.
         """
         wanted, name = parse_spec(spec), uuid.uuid4().hex
@@ -133,20 +145,30 @@ class SandboxClient:
             yield RemoteSandbox(self, name, env, wanted)
         finally:
             self._leases.pop(name, None)
-            with anyio.CancelScope(shield=True), anyio.move_on_after(DELETE_TIMEOUT):
-                await self._send("DELETE", f"/sandboxes/{name}")
+            await self._delete(f"/sandboxes/{name}")
+
+    async def _delete(self, path: str) -> None:
+        """Delete even when cancelled. What a node that is out of reach keeps ends there with its lease."""
+        with anyio.CancelScope(shield=True), anyio.move_on_after(DELETE_TIMEOUT):
+            try:
+                await self._send("DELETE", path)
+            except SandboxError as error:
+                LOG.warning("%s could not be deleted: %s", path, error)
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot; sandboxes that were started from it live on. Unknown ids are ignored."""
         await self._send("DELETE", f"/snapshots/{snapshot}")
 
+    async def discard_snapshot(self, snapshot: str) -> None:
+        """`delete_snapshot` that also works while being cancelled and does not mind a node that is out of reach."""
+        await self._delete(f"/snapshots/{snapshot}")
+
     async def keep_leases(self) -> None:
         """Renew the leases of open sandboxes until cancelled; run by `connect`."""
         renewed = anyio.current_time()
         while True:
-            shortest = min(self._leases.values(), default=60.0)
-            await anyio.sleep(min(1.0, shortest / 4))
-            if self._leases and anyio.current_time() - renewed >= min(60.0, shortest / 4):
+            await anyio.sleep(LEASE_TICK)
+            if self._leases and anyio.current_time() - renewed >= min(self._leases.values()) / 4:
                 renewed = anyio.current_time()
                 try:
                     await self._send("POST", "/leases", json.dumps(list(self._leases)).encode())
@@ -178,7 +200,7 @@ class SandboxClient:
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(_may_repeat),
             wait=_pause,
-            stop=tenacity.stop_after_attempt(ATTEMPTS) | tenacity.stop_after_delay(PATIENCE),
+            stop=_enough,
             sleep=anyio.sleep,
             reraise=True,
         )
@@ -218,6 +240,7 @@ class RemoteSandbox:
         timeout: float = 60.0,
         soft_timeout: float | None = None,
         max_output_bytes: int = 1 << 20,
+        terminal: bool = False,
     ) -> ExecResult:
         """See `core.Shell.exec`."""
         response = await self._client.call(
@@ -227,6 +250,7 @@ class RemoteSandbox:
             timeout=timeout,
             soft_timeout=soft_timeout,
             max_output_bytes=max_output_bytes,
+            terminal=terminal or None,
         )
         return _exec_result(response)
 
@@ -237,6 +261,11 @@ class RemoteSandbox:
     async def interrupt(self) -> ExecResult:
         """See `core.Shell.interrupt`."""
         return _exec_result(await self._client.call("POST", f"{self._base}/interrupt"))
+
+    async def send_input(self, text: str, *, soft_timeout: float | None = None) -> ExecResult:
+        """See `core.Shell.send_input`."""
+        data = text.encode("utf-8", "surrogateescape")
+        return _exec_result(await self._client.call("POST", f"{self._base}/poll", data, soft_timeout=soft_timeout))
 
     async def stat(self, path: str) -> FileInfo:
         """See `core.FileOps.stat`."""
@@ -294,8 +323,7 @@ class RemoteSandbox:
                 opening = self._client.sandbox(snapshot=snapshot, env=self._env, **spec)
                 twin = await stack.enter_async_context(opening)
             finally:
-                with anyio.CancelScope(shield=True), anyio.move_on_after(DELETE_TIMEOUT):
-                    await self._client.delete_snapshot(snapshot)
+                await self._client.discard_snapshot(snapshot)
             yield twin
 
 

@@ -48,6 +48,7 @@ from skyenv.remote.tasks import background_tasks
 
 LOG = logging.getLogger(__name__)
 GRACE = 2
+KEEP_ALIVE = 75
 
 
 def create_app(backend: Backend, *, token: str | None = None) -> Starlette:
@@ -170,6 +171,16 @@ def _number(query: dict[str, str], name: str) -> int | None:
     return int(query[name])
 
 
+def _names(text: str | bytes) -> list[str]:
+    try:
+        names = json.loads(text)
+    except ValueError:
+        names = None
+    if not isinstance(names, list):
+        raise SandboxProtocolError("a JSON list of names is wanted")
+    return [str(name) for name in names]
+
+
 def _success(result: Result) -> Response:
     return Response(result.body, headers={META: encode_meta(result.meta)}, media_type="application/octet-stream")
 
@@ -196,13 +207,7 @@ async def _health(request: Request) -> Response:
 
 
 async def _renew(request: Request) -> Response:
-    try:
-        names = json.loads(await request.body())
-    except ValueError:
-        names = None
-    if not isinstance(names, list):
-        raise SandboxProtocolError("the body must be a JSON list of sandbox names")
-    return _success(Result({"lost": _node(request).renew([str(name) for name in names])}))
+    return _success(Result({"lost": _node(request).renew(_names(await request.body()))}))
 
 
 async def _create(request: Request) -> Response:
@@ -239,7 +244,8 @@ async def _exec(request: Request) -> Response:
 
 async def _poll(request: Request) -> Response:
     session, parameters = _session(request), parse_query(PollParameters, _query(request))
-    return await _keyed(request, session.calls, lambda: session.poll(parameters.soft_timeout))
+    typed = await request.body()
+    return await _keyed(request, session.calls, lambda: session.poll(parameters.soft_timeout, typed))
 
 
 async def _interrupt(request: Request) -> Response:
@@ -293,7 +299,7 @@ async def _remove(request: Request) -> Response:
 
 async def _download(request: Request) -> Response:
     query = _query(request)
-    exclude = json.loads(query.get("exclude", "[]"))
+    exclude = _names(query.get("exclude", "[]"))
     return _success(Result({}, await _session(request).download(_path(query), exclude)))
 
 
@@ -362,10 +368,10 @@ async def _serve(options: ServeOptions, on_ready: Callable[[str], None]) -> None
             async with node.open():
                 config = uvicorn.Config(
                     app_for(node, options.token), lifespan="off", log_config=None, access_log=False,
-                    timeout_graceful_shutdown=GRACE,
+                    timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE,
                 )  # fmt: skip
                 server = _Server(config, lambda: on_ready(url))
-                group.start_soon(_stop_when, stop, server)
+                group.start_soon(_stop_when, stop, server, node)
                 if not stop.is_set():
                     await server.serve(sockets=[listener])
 
@@ -387,6 +393,7 @@ async def _watch_signals(
             stop.set()
 
 
-async def _stop_when(stop: anyio.Event, server: _Server) -> None:
+async def _stop_when(stop: anyio.Event, server: _Server, node: Node) -> None:
     await stop.wait()
+    node.close_sessions()
     server.should_exit = True

@@ -43,7 +43,10 @@ ErrorCode = Literal["unavailable", "lost", "protocol", "path", "conflict", "busy
 
 
 class Spec(BaseModel):
-    """What a sandbox may use. None means unlimited; sizes in bytes, `ttl` in seconds without any use."""
+    """What a sandbox may use. None means unlimited; sizes in bytes, `ttl` in seconds without any use.
+
+    `file_bytes` bounds one file, `disk_bytes` all files that the sandbox writes, which are then held in memory.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,8 +54,9 @@ class Spec(BaseModel):
     pids: Annotated[int, Field(ge=16)] | None = 1024
     cpus: Annotated[float, Field(gt=0)] | None = None
     file_bytes: Annotated[int, Field(ge=1 << 20)] | None = 16 * GiB
+    disk_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
     tmpfs_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
-    ttl: Annotated[float, Field(gt=0)] = 600.0
+    ttl: Annotated[float, Field(ge=1)] = 600.0
     shell: Literal["bash", "sh"] = "bash"
 
 
@@ -75,10 +79,11 @@ class ExecParameters(BaseModel):
     timeout: Annotated[float, Field(gt=0, le=7 * 86400)] = 60.0
     soft_timeout: Annotated[float, Field(gt=0)] | None = None
     max_output_bytes: Annotated[int, Field(ge=1, le=64 << 20)] = 1 << 20
+    terminal: bool = False
 
 
 class PollParameters(BaseModel):
-    """The query of `POST /sandboxes/{id}/poll`."""
+    """The query of `POST /sandboxes/{id}/poll`; a body is typed on the command's terminal first."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -131,10 +136,13 @@ _TYPES: Mapping[ErrorCode, type[SkyEnvError]] = {
 def encode_error(error: SkyEnvError) -> WireError:
     """One of our errors as it travels."""
     code = next(code for kind, code in _CODES if isinstance(error, kind))
-    if isinstance(error, SandboxPathError):
-        return WireError(code=code, message=error.strerror or str(error), errno=error.errno)
-    retry_after = error.retry_after if isinstance(error, SandboxUnavailable) else None
-    return WireError(code=code, message=str(error), retry_after=retry_after)
+    message = (error.strerror if isinstance(error, SandboxPathError) else None) or str(error)
+    return WireError(
+        code=code,
+        message=message.encode("utf-8", "backslashreplace").decode(),
+        retry_after=error.retry_after if isinstance(error, SandboxUnavailable) else None,
+        errno=error.errno if isinstance(error, SandboxPathError) else None,
+    )
 
 
 def decode_error(body: bytes) -> SkyEnvError:

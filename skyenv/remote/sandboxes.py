@@ -6,6 +6,7 @@ leaves behind is nothing.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -15,13 +16,14 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable, SkyEnvError
+from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable, SkyEnvError
 from skyenv.remote.backends import Backend
 from skyenv.remote.protocol import CreateRequest
-from skyenv.remote.session import CallLog, Result, Session
+from skyenv.remote.session import ENDED, CallLog, Result, Session
 from skyenv.remote.tasks import background_tasks
 
-REAP_INTERVAL = 1.0
+LOG = logging.getLogger(__name__)
+REAP_INTERVAL = 0.5
 STARTS_AT_A_TIME = 4
 TOMBSTONES = 4096
 CLOSE_TIMEOUT = 30.0
@@ -37,7 +39,8 @@ class Node:
         self._sessions: dict[str, Session] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._starts = anyio.CapacityLimiter(STARTS_AT_A_TIME)
-        self._places = 0
+        self._places: set[str] = set()
+        self._closing = False
         self._group: TaskGroup | None = None
         self._calls: CallLog | None = None
 
@@ -50,8 +53,13 @@ class Node:
             try:
                 yield
             finally:
-                for session in list(self._sessions.values()):
-                    session.channel.close("the node is closing")
+                self.close_sessions()
+
+    def close_sessions(self) -> None:
+        """End every sandbox and take no new ones; whoever waits for one is told at once."""
+        self._closing = True
+        for session in list(self._sessions.values()):
+            session.channel.close("the node is closing")
 
     @property
     def calls(self) -> CallLog:
@@ -74,9 +82,11 @@ class Node:
             raise ConfigError("a sandbox's name is 32 hexadecimal digits")
         if name in self._gone:
             raise SandboxLost(f"sandbox {name}: {self._gone[name]}")
-        if self._places >= self._max:
+        if self._closing:
+            raise SandboxUnavailable("the node is closing")
+        if len(self._places) >= self._max:
             raise SandboxUnavailable(f"all {self._max} places of this node are taken", retry_after=1.0)
-        self._places += 1
+        self._places.add(name)
         try:
             async with self._starts:
                 await self._start(name, request)
@@ -103,7 +113,7 @@ class Node:
     async def _serve(self, session: Session) -> None:
         await session.channel.serve()
         if session.name in self._sessions:
-            await self._end(session.name, "its first process ended (killed or out of memory)")
+            await self._end(session.name, ENDED)
 
     async def delete(self, name: str) -> Result:
         """End a sandbox now. Idempotent; a creation under way is undone when it is done."""
@@ -122,8 +132,11 @@ class Node:
             session = self._sessions.pop(name, None)
             if session is not None:
                 session.channel.close("the sandbox was deleted")
-            await self.backend.destroy(name)
-            self._places -= 1
+            try:
+                await self.backend.destroy(name)
+            except SandboxError as error:
+                LOG.warning("sandbox %s was not cleaned up: %s", name, error)
+            self._places.discard(name)
 
     async def _reap(self) -> None:
         while True:

@@ -1,7 +1,7 @@
 """One sandbox as the node sees it: the channel to its init, its lease, and the log of calls that makes retries safe.
 
 A call that changes something runs in a task of the node's, under its key; whoever asks with the same key waits for
-the same call. Finished calls are kept until 256 newer ones exist, so a lost answer can be fetched again.
+the same call. The last finished calls are kept (256 of them, 16 MiB in all), so a lost answer can be fetched again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from skyenv.errors import (
     SandboxError,
     SandboxLost,
     SandboxPathError,
+    SandboxUnavailable,
     SkyEnvError,
     boundary,
 )
@@ -32,6 +33,8 @@ from skyenv.remote.protocol import ExecParameters
 from skyenv.remote.tasks import background_tasks
 
 KEPT_CALLS = 256
+KEPT_BYTES = 16 << 20
+ENDED = "the sandbox's first process ended (killed, or out of memory)"
 INLINE = 1 << 20
 CHUNK = 1 << 18
 FILE_TIMEOUT = 600.0
@@ -78,7 +81,7 @@ class Call:
 
 
 class CallLog:
-    """Keyed calls, running ones and the last `KEPT_CALLS` finished ones."""
+    """Keyed calls, running ones and the last finished ones."""
 
     def __init__(self, group: TaskGroup) -> None:
         self._group = group
@@ -89,9 +92,15 @@ class CallLog:
         call = self._calls.get(key)
         if call is None:
             call = self._calls[key] = Call()
-            self._group.start_soon(call.run, work)
+            self._group.start_soon(self._run, key, call, work)
             self._forget()
         return call
+
+    async def _run(self, key: str, call: Call, work: Work) -> None:
+        """A call that was refused for now is not kept: asking again with its key is a new try."""
+        await call.run(work)
+        if isinstance(call.error, SandboxUnavailable):
+            self._calls.pop(key, None)
 
     def find(self, key: str) -> Call | None:
         """The call with this key, if it is known."""
@@ -103,9 +112,12 @@ class CallLog:
         return any(not call.done.is_set() for call in self._calls.values())
 
     def _forget(self) -> None:
-        surplus = len(self._calls) - KEPT_CALLS
-        for key in [key for key, call in self._calls.items() if call.done.is_set()][: max(0, surplus)]:
-            del self._calls[key]
+        count, size = 0, 0
+        for key, call in reversed(list(self._calls.items())):
+            if call.done.is_set():
+                count, size = count + 1, size + (len(call.result.body) if call.result else 0)
+                if count > KEPT_CALLS or (size > KEPT_BYTES and count > 1):
+                    del self._calls[key]
 
 
 class Session:
@@ -113,7 +125,7 @@ class Session:
 
     def __init__(self, name: str, sock: socket.socket, ttl: float, group: TaskGroup) -> None:
         self.name = name
-        self.channel = Channel(sock)
+        self.channel = Channel(sock, ENDED)
         self.calls = CallLog(group)
         self._ttl = ttl
         self._last_use = time.monotonic()
@@ -154,9 +166,10 @@ class Session:
         frame = await self.ask("exec", parameters.model_dump(), command, timeout=limit)
         return _exec_result(frame)
 
-    async def poll(self, soft_timeout: float | None) -> Result:
-        """Wait for the running command."""
-        return _exec_result(await self.ask("poll", {"soft_timeout": soft_timeout}, timeout=8 * 86400.0))
+    async def poll(self, soft_timeout: float | None, typed: bytes = b"") -> Result:
+        """Wait for the running command, once `typed` is on its terminal."""
+        op = "input" if typed else "poll"
+        return _exec_result(await self.ask(op, {"soft_timeout": soft_timeout}, typed, timeout=8 * 86400.0))
 
     async def interrupt(self) -> Result:
         """End the running command."""
@@ -191,7 +204,7 @@ class Session:
 
     async def write_file(self, path: str, data: bytes, expected_bytes: int | None) -> Result:
         """Write a file; with `expected_bytes`, so many leading bytes of `data` are what it must hold now."""
-        header = {"path": path, "expected_bytes": expected_bytes, "streamed": len(data) > INLINE}
+        header = {"path": path, "expected_bytes": expected_bytes, "size": len(data), "streamed": len(data) > INLINE}
         if header["streamed"]:
             await self._deliver("write", header, data)
         else:

@@ -1,6 +1,6 @@
-"""Conformance of an environment with the contract of `skyenv.core.Env`: one call in its author's tests.
+"""What every environment must do, as small named checks through the public interface.
 
-`await check_env(lambda: MyEnv(...))` raises AssertionError naming the first rule that is broken.
+`check_env` runs them all; each makes an environment of its own, so they are independent.
 """
 
 from __future__ import annotations
@@ -8,31 +8,64 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
+import anyio
+
 from skyenv.core import Env, MakeEnv
-from skyenv.errors import ConfigError, ResetNeeded
+from skyenv.errors import ConfigError, EnvError, ResetNeeded, SkyEnvError, boundary
 from skyenv.types import Message, Step, ToolCall, ToolSpec
+
+CHECK_TIMEOUT = 120.0
 
 
 async def check_env(make_env: MakeEnv, *, action: ToolCall | Mapping[str, Any] | None = None) -> None:
-    """Play short episodes and raise AssertionError naming the first broken rule.
+    """Run every check. ExceptionGroup of AssertionErrors naming what failed.
 
     `action` is a valid call that does not end an episode; without it only refused calls are tried. Everything is
     opened and closed in the calling task.
     """
-    async with make_env() as env:
-        await _before_reset(env)
-        await _check_reset(env)
-        _check_tools(env)
-        await _check_mistakes(env)
-        if action is not None:
-            step = _checked_step(await env.astep(action), "a valid action")
-            assert not step.terminated, "the given action must not end the episode"
-        await _check_evaluation(env)
-        await env.areset(seed=1)
-        await env.aclose()
-        await env.aclose()
+    checks = [_before_reset, _reset, _tools, _mistakes, _evaluation, _closing]
+    named: list[tuple[str, Callable[[Env], Awaitable[None]]]] = [(check.__name__, check) for check in checks]
+    if action is not None:
+        named.append(("_action", partial(_action, action=action)))
+    failures: list[AssertionError] = []
+    for name, check in named:
+        try:
+            with anyio.fail_after(CHECK_TIMEOUT):
+                await _guarded(make_env, check)
+        except (AssertionError, SkyEnvError, TimeoutError) as error:
+            failure = AssertionError(f"{name.strip('_').replace('_', ' ')}: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            failures.append(failure)
+    if failures:
+        raise ExceptionGroup("the environment does not keep the contract of environments", failures)
+
+
+async def _guarded(make_env: MakeEnv, check: Callable[[Env], Awaitable[None]]) -> None:
+    """Run a check on a fresh environment; what an environment raises of its own is its author's bug, and a finding."""
+    broken: AssertionError | None = None
+    with boundary(EnvError, "the environment raised"):
+        try:
+            async with make_env() as env:
+                await check(env)
+        except AssertionError as error:
+            broken = error
+    if broken is not None:
+        raise broken
+
+
+async def _action(env: Env, action: ToolCall | Mapping[str, Any]) -> None:
+    await env.areset(seed=7)
+    step = _checked_step(await env.astep(action), "a valid action")
+    assert not step.terminated, "the given action must not end the episode"
+
+
+async def _closing(env: Env) -> None:
+    await env.areset(seed=1)
+    await env.aclose()
+    await env.aclose()
 
 
 async def _before_reset(env: Env) -> None:
@@ -53,7 +86,7 @@ async def _needs_reset(call: Callable[[], Awaitable[Any]], what: str) -> None:
     raise AssertionError(f"{what} must raise ResetNeeded, not return {answer!r}")
 
 
-async def _check_reset(env: Env) -> None:
+async def _reset(env: Env) -> None:
     """Equal seeds choose equal tasks and tell the same; an unknown task is the user's mistake."""
     found = []
     for _ in range(2):
@@ -75,7 +108,7 @@ async def _check_reset(env: Env) -> None:
     assert info["task_id"] == found[0][0], "options={'task': id} must choose that task"
 
 
-def _check_tools(env: Env) -> None:
+async def _tools(env: Env) -> None:
     assert env.tools, "an environment must have a tool"
     assert all(isinstance(spec, ToolSpec) for spec in env.tools), "tools must be ToolSpecs"
     names = [spec.name for spec in env.tools]
@@ -85,8 +118,9 @@ def _check_tools(env: Env) -> None:
         assert spec.description, f"{spec.name}: a tool must say what it does"
 
 
-async def _check_mistakes(env: Env) -> None:
+async def _mistakes(env: Env) -> None:
     """What a model does wrong is an observation, and the episode goes on."""
+    await env.areset(seed=7)
     mistakes: list[Any] = [
         ToolCall("no_such_tool", {}),
         {"name": "no_such_tool", "arguments": {}},
@@ -112,7 +146,8 @@ def _checked_step(step: Any, what: str) -> Step:
     return step
 
 
-async def _check_evaluation(env: Env) -> None:
+async def _evaluation(env: Env) -> None:
+    await env.areset(seed=7)
     reward, verdict = await env.aevaluate()
     assert reward is None or (isinstance(reward, float) and math.isfinite(reward)), "the reward must be finite or None"
     json.dumps(verdict)

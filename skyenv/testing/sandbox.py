@@ -7,6 +7,7 @@ that a session starts in, so that providers without a private root can be checke
 from __future__ import annotations
 
 import io
+import secrets
 import tarfile
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -103,10 +104,22 @@ async def _standard_input_is_empty(box: Sandbox, _home: str) -> None:
 
 
 async def _a_timeout_keeps_output_and_kills(box: Sandbox, _home: str) -> None:
-    result = await box.exec("echo part; sleep 97 | sleep 98; sleep 99", timeout=0.5)
+    nap = _unique_nap()
+    result = await box.exec(f"echo part; sleep {nap} | sleep {nap}; sleep {nap}", timeout=0.5)
     _expect(result.timed_out and result.exit_code == 124 and result.output == "part\n", result)
-    left = await box.exec("ps -eo args 2>/dev/null | grep -c '^sleep 9[789]$'")
-    _expect(left.output == "0\n", f"processes survived the timeout: {left}")
+    _expect(await _count(box, nap) == 0, "processes survived the timeout")
+
+
+def _unique_nap() -> str:
+    """Seconds to sleep that no other process on a shared machine sleeps."""
+    return f"97.{secrets.randbelow(10**9):09}"
+
+
+async def _count(box: Sandbox, nap: str) -> int:
+    """How many processes sleep for `nap` seconds; the pattern does not match the program that looks for it."""
+    listing = "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '"
+    result = await box.exec(f"{listing} | grep -o 'sleep [9]{nap[1:]}' | wc -l")
+    return int(result.output)
 
 
 async def _stubborn_programs_die(box: Sandbox, _home: str) -> None:
@@ -254,10 +267,15 @@ def _archive(members: Sequence[tarfile.TarInfo | str]) -> bytes:
 
 
 async def _processes_can_be_killed(box: Sandbox, home: str) -> None:
-    await box.exec("sleep 96 & setsid sleep 96 & touch kept; export A=1")
+    started = await box.exec(
+        "sleep 96 & one=$!; setsid sleep 96 & kill -0 $one $! && echo $one $!; touch kept; export A=1"
+    )
+    _expect(len(started.output.split()) == 2, started)
     await box.kill_processes()
-    result = await box.exec("ls; echo $A; ps -eo args 2>/dev/null | grep -c '^sleep 96$'")
-    _expect(result.output == "kept\n1\n0\n" and result.session_restarted, result)
+    result = await box.exec(
+        f"ls; echo $A; for pid in {started.output.strip()}; do kill -0 $pid 2>/dev/null && echo $pid; done"
+    )
+    _expect(result.output == "kept\n1\n" and result.session_restarted, result)
 
 
 async def _sandboxes_have_a_root_of_their_own(box: Sandbox, _home: str) -> None:

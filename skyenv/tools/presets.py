@@ -24,9 +24,9 @@ from skyenv.tools.think import Think
 ToolChoice = str | Tool | Callable[[], Tool]
 """A preset or one of our tools by name, a path `module:name`, an instance, or something that makes one (a class)."""
 
-PRESETS = ("strict", "openhands")
+PRESETS = ("strict", "openhands", "terminal")
 EXTRAS = ("ipython", "search", "task_tracker", "think")
-_MAX_CHARS = {"strict": 16_000, "openhands": 30_000}
+_MAX_CHARS = {"strict": 16_000, "openhands": 30_000, "terminal": 16_000}
 
 
 def default_tools(
@@ -34,7 +34,8 @@ def default_tools(
 ) -> tuple[Tool, ...]:
     """Return a fresh shell, editor and `finish`: one set an episode, since tools keep state.
 
-    `preset` "openhands" speaks as OpenHands 0.25 and adds `think`. `observation_max_chars` bounds what one call shows
+    `preset` "openhands" speaks as OpenHands 0.25 and adds `think`; "terminal" is "strict" with a shell that can run a
+    command on a terminal. `observation_max_chars` bounds what one call shows
     (None: as the preset has it); `workdir` is only used to suggest absolute paths. ConfigError for another preset.
     """
     if preset not in PRESETS:
@@ -44,7 +45,8 @@ def default_tools(
     if preset == "openhands":
         editor = OpenHandsEditor(max_chars=min(limit, 16_000), workdir=workdir)
         return OpenHandsBash(max_chars=limit), Think(), OpenHandsFinish(), editor
-    return ExecuteBash(max_chars=limit), StrReplaceEditor(max_chars=limit, workdir=workdir), Finish()
+    shell = ExecuteBash(max_chars=limit, terminal=preset == "terminal")
+    return shell, StrReplaceEditor(max_chars=limit, workdir=workdir), Finish()
 
 
 def make_tools(

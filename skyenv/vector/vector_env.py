@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -56,13 +56,12 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
         self._last: list[Step | None] = [None] * num_envs
         self._portal = Portal()
         self._context = self._portal.enter(environments)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._portal.close)
             make_env = self._context.__enter__()
             self._envs = [make_env() for _ in range(num_envs)]
             self._actors = [self._portal.actor(env.aclose) for env in self._envs]
-        except BaseException:
-            self._portal.close()
-            raise
+            undo.pop_all()
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: Mapping[str, Any] | None = None

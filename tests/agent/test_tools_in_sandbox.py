@@ -277,3 +277,33 @@ async def test_b24_is_input_in_any_spelling(flag: Any, desk: Open) -> None:
         assert "still running" in await run("sleep 100")
         assert "neither run nor delivered" in await run("yes", is_input=flag)
         assert code(await run("C-c", is_input=flag)) == 130
+
+
+async def test_b8_programs_on_a_terminal(client: SandboxProvider) -> None:
+    """B8, B3 and B25 on a terminal: text, a bare Enter, C-d and C-c reach the program that reads from it."""
+    async with client.sandbox() as box:
+        run = Desk(box, 0.5)
+        run.bash = ExecuteBash(soft_timeout=0.5, terminal=True)
+        assert output(await run("cd /tmp; pwd")) == "/tmp"
+        asked = await run('read -p "name? " x; echo "[$x]"; cat; echo end', terminal="true")
+        assert output(asked) == "name? "
+        assert "text with is_input" in asked
+        assert "was not run" in await run("ls")
+        assert "[]" in await run("", is_input=True)
+        assert "still running" in await run("")
+        assert "line\nline" in await run("line", is_input=True)
+        done = await run("C-d", is_input=True)
+        assert "end" in done
+        assert code(done) == 0
+        assert ">>>" in await run("python3 -q", terminal=True)
+        assert "42" in await run("print(6 * 7)", is_input="True")
+        assert "KeyboardInterrupt" in await run("C-c")
+        assert code(await run("C-d")) == 0
+        assert "still running" in await run("trap '' INT; sleep 100", terminal=True)
+        assert "still running" in await run("C-c")
+        assert code(await run("C-c")) >= 128
+        assert "still running" in await run("sleep 100", terminal=True)
+        assert "did not reach" in await run("x\n" * 200_000, is_input=True)
+        await run("C-c")
+        assert code(await run("C-c")) >= 128
+        assert output(await run("pwd; cat")) == "/tmp"

@@ -25,7 +25,8 @@ from skyenv.envs.swe.extraction import MAX_CHANGED_BYTES, compare
 from skyenv.envs.swe.gitstream import two_commits
 from skyenv.envs.swe.policy import Change, Policy
 from skyenv.envs.swe.sources import TreeFile
-from skyenv.errors import SandboxLost, SandboxProtocolError
+from skyenv.envs.swe.validation import validate_task
+from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError
 from skyenv.types import ToolCall
 
 
@@ -142,9 +143,8 @@ def test_sparse_and_huge_files_are_never_read(sandboxes: Sandboxes) -> None:
     async def play(provider: SandboxProvider) -> dict[str, Any]:
         async with SWEEnv([row()], provider) as env:
             await env.areset()
-            await env.astep(
-                ToolCall("execute_bash", {"command": "truncate -s 10G huge; mkdir -p .git; truncate -s 9G .git/x"})
-            )
+            command = "truncate -s 10G huge; truncate -s 9G .git/huge"
+            await env.astep(ToolCall("execute_bash", {"command": command}))
             return (await env.aevaluate())[1]
 
     verdict = sandboxes.run(play)
@@ -152,9 +152,7 @@ def test_sparse_and_huge_files_are_never_read(sandboxes: Sandboxes) -> None:
 
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=8).filter(
-    lambda name: (
-        name not in (".", "..") and name.lower() not in (".git", "git~1") and not name.lower().startswith(".git")
-    )
+    lambda name: name not in (".", "..") and not name.lower().startswith((".git", "git~"))
 )
 FILES = st.builds(TreeFile, st.binary(max_size=30), st.sampled_from([0o644, 0o755]))
 
@@ -192,6 +190,12 @@ POLICY = Policy(
 REASONS = {
     "pkg/code.py": None,
     "pkg/pytest.py": None,
+    "json/data.txt": None,
+    "json/__init__.py": "shadowing_module",
+    "src/json.py": "shadowing_module",
+    "types.ini": None,
+    "Makefile": None,
+    "json": None,
     "src/pytest/new.py": None,
     "testing/code.py": None,
     "pkg/conftest_helper.py": None,
@@ -202,11 +206,11 @@ REASONS = {
     "test_top.py/x": "test_file",
     "deep/conftest.py": "runner_config",
     "tox.ini": "runner_config",
-    "pytest.py": "runner_module",
-    "pytest/__init__.py": "runner_module",
-    "pytest.so": "runner_module",
-    "python/pytest.py": "runner_module",
-    "lib/pytest.py": "runner_module",
+    "pytest.py": "shadowing_module",
+    "pytest/__init__.py": "shadowing_module",
+    "pytest.so": "shadowing_module",
+    "python/pytest.py": "shadowing_module",
+    "lib/pytest.py": "shadowing_module",
     "a/sitecustomize.py": "start_up_file",
     "a.pth": "start_up_file",
     "a.egg-info/PKG-INFO": "package_metadata",
@@ -260,8 +264,5 @@ def test_policy_of_links(path: str, target: str, dropped: bool) -> None:
 
 
 def test_missing_reference_files_are_named(sandboxes: Sandboxes, tmp_path: Path) -> None:
-    from skyenv.envs.swe.validation import validate_task
-    from skyenv.errors import ConfigError
-
     with pytest.raises(ConfigError, match=r"calc-unittest: reference\.path: .*absent"):
         sandboxes.run(lambda provider: validate_task(task(reference={"path": str(tmp_path / "absent")}), provider))

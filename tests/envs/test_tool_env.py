@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -77,6 +78,87 @@ def say(number: Any) -> ToolCall:
 
 async def test_conforms() -> None:
     await check_env(SumEnv, action=say(1))
+
+
+class NoPromptCheck(SumEnv):
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        return (Message("user", "always"),)
+
+
+class AnotherTaskEachTime(SumEnv):
+    def seed_episode(self, seed: int | None) -> None:
+        self.calls = getattr(self, "calls", 0) + 1
+        super().seed_episode(self.calls)
+
+
+class AnyTask(SumEnv):
+    def _choose(self, options: Mapping[str, Any]) -> Sum:
+        return self._tasks[0]
+
+
+class SameNames(SumEnv):
+    @property
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return (Say.spec, Say.spec)
+
+
+class RaisesOnMistakes(SumEnv):
+    async def astep(self, action: Any) -> Any:
+        if self._episode is not None and action == {}:
+            raise KeyError("name")
+        return await super().astep(action)
+
+
+class EndsOnMistakes(SumEnv):
+    async def astep(self, action: Any) -> Any:
+        step = await super().astep(action)
+        return step._replace(terminated=True) if step.info["failed"] else step
+
+
+class RewardOfText(SumEnv):
+    async def grade(self, task: Sum, sandbox: Sandbox | None) -> Any:
+        return "1.0", {}
+
+
+class VerdictOfObjects(SumEnv):
+    async def grade(self, task: Sum, sandbox: Sandbox | None) -> Any:
+        return 1.0, {"task": task}
+
+
+class GoesOnAfterwards(SumEnv):
+    async def aevaluate(self) -> Any:
+        graded = await super().aevaluate()
+        self._current().over = False
+        return graded
+
+
+class ClosesOnce(SumEnv):
+    async def aclose(self) -> None:
+        if self._episode is None:
+            raise RuntimeError("closed already")
+        await super().aclose()
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (NoPromptCheck, "before reset: .*prompt before areset"),
+        (AnotherTaskEachTime, "reset: .*equal seeds"),
+        (AnyTask, "reset: .*unknown task id"),
+        (SameNames, "tools: .*unique"),
+        (RaisesOnMistakes, "mistakes: .*KeyError"),
+        (EndsOnMistakes, "mistakes: .*must not end"),
+        (RewardOfText, "evaluation: .*finite or None"),
+        (VerdictOfObjects, "evaluation: .*not JSON serializable"),
+        (GoesOnAfterwards, "evaluation: .*astep after aevaluate"),
+        (ClosesOnce, "closing: .*closed already"),
+    ],
+)
+async def test_each_broken_rule_is_named(broken: type[SumEnv], rule: str) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await check_env(broken, action=say(1))
+    assert any(re.match(rule, str(error)) for error in caught.value.exceptions), caught.value.exceptions
 
 
 async def test_an_episode() -> None:

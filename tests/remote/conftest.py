@@ -2,44 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
-
-SERVE = """
-import sys
-from skyenv.remote.node import ServeOptions, serve
-serve(ServeOptions(port=0, token="secret", backend=sys.argv[1]), on_ready=lambda url: print(url, flush=True))
-"""
-# The launcher gives up root for the user nobody, so everything after that happens as on a machine without sudo.
-SERVE_ROOTLESS = """
-import socket, sys, uvicorn
-from skyenv.remote.backends.local import LocalBackend
-from skyenv.remote.node import create_app
-listener = socket.create_server(("127.0.0.1", 0))
-print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
-config = uvicorn.Config(create_app(LocalBackend(run_as=65534), token="secret"), log_config=None)
-uvicorn.Server(config).run([listener])
-"""
-
-
-@contextlib.contextmanager
-def served(code: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A node server as a process of its own, and its URL; interrupted at the end."""
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        url = process.stdout.readline().strip()
-        assert url.startswith("http://"), f"the server ended with status {process.wait()}"
-        yield process, url
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
-        process.stdout.close()
+from node_processes import SERVE, SERVE_ROOTLESS, served
 
 
 @pytest.fixture(scope="session")

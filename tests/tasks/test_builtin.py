@@ -94,6 +94,15 @@ def test_fails_before_and_passes_after_the_reference(name: str, tmp_path: Path) 
     assert {test for test in after if before.get(test)} == set(row["pass_to_pass"])
 
 
+@pytest.mark.parametrize("name", [name for name in ROWS if (ROOT / name / "repo" / "tests").is_dir()])
+def test_the_repository_passes_its_own_tests(name: str, tmp_path: Path) -> None:
+    files = {path: file.data for path, file in tree(name, "repo").items()}
+    found = run_tests(files, {path: data for path, data in files.items() if path.startswith("tests/")}, tmp_path)
+    assert found.pop("seconds") < 0.5
+    assert found
+    assert all(found.values())
+
+
 def test_level_one_has_a_one_line_fix() -> None:
     assert set(WITH_FIX) == {name for name, row in ROWS.items() if row["level"] == 1}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -339,6 +340,9 @@ async def test_git_source_reads_exactly_one_commit(tmp_path: Path) -> None:
     assert await fetch(source, tmp_path) == expected
     with pytest.raises(SourceUnavailable, match="cannot be fetched"):
         await fetch(GitSource(str(origin), "a" * 40), tmp_path)
+    with pytest.raises(SourceUnavailable) as caught:
+        await fetch(GitSource("http://me:secret@127.0.0.1:9/x", first), tmp_path)
+    assert "secret" not in str(caught.value)
     packs = [p for p in (tmp_path / "cache" / "git").rglob("*") if p.is_file() and "objects" in p.parts]
     for pack in packs:
         pack.chmod(0o644)
@@ -406,6 +410,19 @@ async def test_sdist_is_fetched_once_verified_and_repaired(tmp_path: Path, index
     assert await fetch(source, tmp_path) == tree
     assert index.downloads == 2
     assert [p.name for p in cached.parent.iterdir()] == [index.sha256]
+
+
+async def test_many_at_once_leave_one_good_file(tmp_path: Path, index: Index) -> None:
+    trees_found: list[Tree] = []
+
+    async def one() -> None:
+        trees_found.append(await fetch(PypiSource("thing", "1.0", index.sha256), tmp_path))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(6):
+            group.start_soon(one)
+    assert [list(tree) for tree in trees_found] == [["setup.py", "src/thing.py"]] * 6
+    assert [p.name for p in (tmp_path / "cache" / "sdists").iterdir()] == [index.sha256]
 
 
 async def test_sdist_of_another_digest_is_never_kept(tmp_path: Path, index: Index) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from sky_trainer.config import from_mapping
-from sky_trainer.grpo import grpo_config, last_checkpoint
+from sky_trainer.grpo import grpo_config
+from sky_trainer.record import last_checkpoint
 from skyenv.errors import ConfigError, EngineError, SkyEnvError
 from skyenv.trajectory_io import append_trajectories, read_trajectories
 

@@ -1,9 +1,9 @@
 """Sandboxes ready for a task: what its environment installs is prepared once per provider and frozen, then shared.
 
 A prepared snapshot is keyed by the environment alone (image, packages, set-up commands and their variables), never by
-the task, and made once however many ask at the same time. Packages are wheels fetched on the host and installed without a
-network. A sandbox then gets the pristine source; `start_repository` makes it the agent's repository with one root
-commit. Nothing but the source ever enters an agent's sandbox: no row, no tests, no ids, no reference.
+the task, and made once however many ask at the same time. Packages are wheels fetched on the host and installed
+without a network. A sandbox then gets the pristine source; `start_repository` makes it the agent's repository with one
+root commit. Nothing but the source ever enters an agent's sandbox: no row, no tests, no ids, no reference.
 """
 
 from __future__ import annotations
@@ -201,10 +201,10 @@ async def _run(box: Sandbox, command: str, what: str) -> None:
 
 
 _GIT_INIT = """(cd {repo} && export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null GIT_TEMPLATE_DIR= &&
-git -c init.defaultBranch=main init -q && git -c gc.auto=0 add -A -f . &&
+git -c init.defaultBranch=main init -q && git add -A -f . &&
 GIT_AUTHOR_DATE='2000-01-01T00:00:00Z' GIT_COMMITTER_DATE='2000-01-01T00:00:00Z' \
-git -c user.name=skyenv -c user.email=skyenv@localhost -c core.logAllRefUpdates=false -c gc.auto=0 \
--c core.hooksPath=/dev/null commit -q --allow-empty -m 'Initial commit' && git config core.logAllRefUpdates true)"""
+git -c user.name=skyenv -c user.email=skyenv@localhost -c core.logAllRefUpdates=false -c core.hooksPath=/dev/null \
+-c gc.auto=0 -c maintenance.auto=false commit -q --allow-empty -m 'Initial commit')"""
 
 
 async def start_repository(box: Sandbox, repo_path: str) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from anyio import to_thread
+
 from skyenv.core import Sandbox, SandboxProvider
 from skyenv.envs.swe.environment import Environments, TaskFiles
 from skyenv.envs.swe.extraction import MAX_CHANGED_BYTES, WorkTree, download_bounded, entries, read_work_tree
@@ -182,7 +184,8 @@ async def run_tests(grade: Grade, kept: tuple[Change, ...], environments: Enviro
         isolated=not task.environment.packages and task.environment.image is None,
     )
     async with environments.open(task) as box:
-        await box.upload(job.private, tree_to_tar(_private_files(job, grade, kept, files.tests)))
+        private = await to_thread.run_sync(tree_to_tar, _private_files(job, grade, kept, files.tests))
+        await box.upload(job.private, private)
         prepared = await box.exec(_script(_PREPARE, task, job.private), timeout=GIT_SECONDS)
         grade.output = prepared.output
         if prepared.exit_code:
@@ -212,7 +215,8 @@ async def tests_changed(box: Sandbox, task: SweTask, files: TaskFiles) -> bool:
                 found = {root: await box.read_file(f"{task.repo_path}/{root}", max_bytes=size + 1)}
             else:
                 archive = await download_bounded(box, f"{task.repo_path}/{root}", MAX_CHANGED_BYTES)
-                found = {f"{root}/{path}": file.data for path, file in entries(archive) if file is not None}
+                listed = await to_thread.run_sync(lambda archive: list(entries(archive)), archive)
+                found = {f"{root}/{path}": file.data for path, file in listed if file is not None}
         except SandboxPathError:
             return True
         if any(found.get(path) != data for path, data in expected.items()):
@@ -225,7 +229,7 @@ async def _read_events(box: Sandbox, job: Job) -> Report:
         events = await box.read_file(f"{job.private}/events", max_bytes=MAX_EVENT_BYTES)
     except SandboxPathError:
         events = b""
-    return parse_events(events, job.nonce)
+    return await to_thread.run_sync(parse_events, events, job.nonce)
 
 
 def _judge(grade: Grade, job: Job, result: ExecResult, report: Report) -> None:

@@ -1,8 +1,8 @@
 """Which changes of an agent count: what could bend the grading, or merely fell out of a run, is dropped.
 
 Dropped paths stay as the pristine source has them: test roots and graded test files, files that configure or extend
-the test runner, files that Python runs at start-up, modules that would take the runner's place, caches, and paths that
-no patch may carry. The rest is kept; whether it is any good is for the tests to say.
+the test runner, files that Python runs at start-up, modules that would take the place of the runner's or the standard
+library's, caches, and paths that no patch may carry. The rest is kept; whether it is any good is for the tests to say.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import configparser
 import os
 import posixpath
 import stat
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _RUNNER_FILES = frozenset({"conftest.py", "pytest.ini", ".pytest.ini", "pytest.t
 _START_UP = frozenset({"sitecustomize.py", "usercustomize.py"})
 _INSTALLED = (".pth", ".egg-link")
 _METADATA = (".dist-info", ".egg-info")
+_MODULES = (".py", ".pyc", ".so")
 _IMPORT_ROOTS = ("", "src", "lib")
 
 
@@ -96,15 +98,23 @@ class Policy:
             return "start_up_file"
         if any(part.endswith(_METADATA) for part in parts):
             return "package_metadata"
-        return "runner_module" if self._shadows(path) else None
+        return "shadowing_module" if self._shadows(path) else None
 
     def _shadows(self, path: str) -> bool:
-        """Whether `path` adds a top-level module named like one of the runner's; the project's own ones are its own."""
+        """Whether `path` adds a module that would be imported in place of the runner's or the standard library's.
+
+        Modules that the project has already are its own.
+        """
         for root in {*_IMPORT_ROOTS, *self.import_roots}:
             if root and not path.startswith(root + "/"):
                 continue
-            first = path.removeprefix(root).lstrip("/").split("/")[0]
-            if first.split(".")[0] in self.runner_modules:
+            first, *rest = path.removeprefix(root).lstrip("/").split("/")
+            is_package = len(rest) == 1 and rest[0].startswith("__init__.")
+            if (
+                path.endswith(_MODULES)
+                and (not rest or is_package)
+                and first.split(".")[0] in self.runner_modules | sys.stdlib_module_names
+            ):
                 own = posixpath.join(root, first)
                 return not any(below(known, own) for known in self.base)
         return False

@@ -54,6 +54,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _CLONE_SECONDS = 900.0
+_CREDENTIALS = re.compile(r"//[^/@\s]*@")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +180,25 @@ def _clone(source: GitSource, clone: Path) -> None:
             _git_fetch(source, clone, [], "+refs/*:refs/fetched/*")
         git(["cat-file", "-e", f"{source.commit}^{{commit}}"], clone)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        detail = error.stderr.decode(errors="replace").strip()[-500:] if error.stderr else str(error)
+        detail = error.stderr.decode(errors="replace").strip()[-500:] if error.stderr else "it took too long"
         raise SourceUnavailable(
-            f"commit {source.commit} of {source.url} is not in the cache and cannot be fetched; "
-            f"check `url`, `commit` and the network: {detail}"
-        ) from error
+            f"{_name(source)} is not in the cache and cannot be fetched; "
+            f"check `url`, `commit` and the network: {_CREDENTIALS.sub('//', detail)}"
+        ) from None  # the failed command line holds the address as it is
+
+
+def _name(source: GitSource) -> str:
+    """Name a commit for a message, without a user or token that the address may hold."""
+    return f"commit {source.commit} of {_CREDENTIALS.sub('//', source.url)}"
 
 
 def _git_fetch(source: GitSource, clone: Path, options: list[str], ref: str) -> None:
-    safe = ["-c", "fetch.fsckObjects=true", "-c", "fetch.recurseSubmodules=false"]
-    git([*safe, "fetch", "--quiet", "--no-tags", *options, "--", source.url, ref], clone, timeout=_CLONE_SECONDS)
+    command = ["fetch", "--quiet", "--no-tags", "--no-recurse-submodules", *options, "--", source.url, ref]
+    git(command, clone, timeout=_CLONE_SECONDS)
 
 
 def _git_tree(repository: Path, source: GitSource) -> Tree:
-    builder = TreeBuilder(f"commit {source.commit} of {source.url}")
+    builder = TreeBuilder(_name(source))
     listing = git(["ls-tree", "-r", "-z", "-l", "--full-tree", source.commit], repository)
     entries: list[tuple[str, bytes, str]] = []
     for line in listing.split(b"\0")[:-1]:

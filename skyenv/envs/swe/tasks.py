@@ -46,7 +46,7 @@ class Environment:
 
     @property
     def key(self) -> str:
-        """Digest of everything that makes a prepared sandbox different from another; variables matter to set-up only."""
+        """Digest of what makes a prepared sandbox different from another; variables matter to set-up commands only."""
         variables = sorted(self.env.items()) if self.setup else []
         parts = [sorted(self.packages), self.setup, variables, self.image, self.python]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

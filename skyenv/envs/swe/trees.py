@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Protocol
 
 from skyenv.errors import ConfigError
 
@@ -132,10 +132,14 @@ def _stays_inside(path: str, target: str) -> bool:
     return bool(parts) and ups <= path.count("/") and ".." not in parts[ups:]
 
 
+class _Readable(Protocol):
+    def read(self, size: int = -1, /) -> bytes: ...
+
+
 class _Capped(io.RawIOBase):
     """A stream that refuses to give more than `limit` bytes, so that a small archive cannot expand without bound."""
 
-    def __init__(self, stream: IO[bytes], limit: int) -> None:
+    def __init__(self, stream: _Readable, limit: int) -> None:
         self._stream = stream
         self._left = limit
 
@@ -165,7 +169,7 @@ def read_archive(data: bytes, what: str, *, strip: int | None = 0, subdir: str =
     return builder.build(builder.top() if strip is None else strip, subdir)
 
 
-def _decompressed(data: bytes) -> IO[bytes]:
+def _decompressed(data: bytes) -> _Readable:
     raw = io.BytesIO(data)
     if data.startswith(b"\x1f\x8b"):
         return gzip.GzipFile(fileobj=raw)

@@ -22,8 +22,9 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from skyenv.errors import SandboxUnavailable
+from skyenv.errors import SandboxLost, SandboxUnavailable
 from skyenv.remote.channel import Channel
+from skyenv.remote.inside.cgroups import RECORD
 from skyenv.remote.tasks import background_tasks
 
 CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.{module} import main; main()"
@@ -52,11 +53,23 @@ def make_state(base: Path, owner: int | None) -> Path:
 
 
 def sweep(base: Path) -> None:
-    """Remove state directories of ours whose launcher is gone."""
+    """Remove state directories of this user whose launcher is gone, and the control groups of their sandboxes."""
     for state in base.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):
-            if state.lstat().st_uid == os.geteuid() and _is_abandoned(state / "lock"):
+        with contextlib.suppress(OSError, ValueError):
+            ours = state.lstat().st_uid == os.geteuid()
+            if ours and _is_abandoned(state / "lock") and _sweep_groups(state):
                 shutil.rmtree(state, ignore_errors=True)
+
+
+def _sweep_groups(state: Path) -> bool:
+    """Remove the sandboxes' control groups; False while something still ends in one, so that a later sweep does it."""
+    record = state / RECORD
+    parents = json.loads(record.read_text()) if record.exists() else []
+    groups = [Path(parent, sandbox.name) for parent in parents for sandbox in state.iterdir()]
+    for group in groups:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+    return not any(group.is_dir() for group in groups)
 
 
 def _is_abandoned(lock: Path) -> bool:
@@ -92,6 +105,8 @@ class Launcher:
             except SandboxUnavailable as error:
                 theirs.close()
                 raise SandboxUnavailable(await _last_words(ours) or str(error)) from error
+            except SandboxLost as error:
+                raise SandboxUnavailable(f"the launcher of this node is gone: {error}") from error
             finally:
                 theirs.close()
             stack.pop_all()
@@ -128,7 +143,9 @@ async def launch(config: dict[str, Any]) -> AsyncIterator[Launcher]:
         async with background_tasks() as group:
             group.start_soon(channel.serve)
             try:
-                yield Launcher(channel)
+                launcher = Launcher(channel)
+                await launcher.ask({"op": "ping"})
+                yield launcher
             finally:
                 channel.close("the node is closing")
     finally:

@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio.to_thread
 
-from skyenv.errors import ConfigError
+from skyenv.errors import ConfigError, SandboxUnavailable
 from skyenv.remote.backends import launching, skeleton
 from skyenv.remote.backends.probe import BASE_UID, Probe, own_config, probe, shared_config
 from skyenv.remote.protocol import CreateRequest, Spec
@@ -54,6 +54,7 @@ def spec_config(spec: Spec) -> dict[str, Any]:
         "pids": spec.pids,
         "cpus": spec.cpus,
         "file_bytes": spec.file_bytes,
+        "disk_bytes": spec.disk_bytes,
         "tmpfs_bytes": spec.tmpfs_bytes,
         "shells": SHELLS[spec.shell],
     }
@@ -127,6 +128,8 @@ class LocalBackend:
         """Fork a sandbox. ConfigError for an image or an unknown snapshot."""
         if request.image is not None:
             raise ConfigError("image: backend 'local' has no images, it shows the host's system; leave image out")
+        if request.spec.disk_bytes is not None and not self._stacked:
+            raise ConfigError("disk_bytes: only a node that runs as root can limit it; leave it out")
         stack: tuple[str, ...] = ()
         if request.snapshot is not None:
             if request.snapshot not in self._stacks:
@@ -158,7 +161,11 @@ class LocalBackend:
         """Copy the sandbox's own directory into a new layer."""
         name = secrets.token_hex(16)
         below = self._stacks.get(sandbox, ())
-        await self._copy(str(self._state / sandbox / "upper"), self._layer(name))
+        try:
+            await self._copy(str(self._state / sandbox / "upper"), self._layer(name))
+        except SandboxUnavailable:
+            await self._running().ask({"op": "remove", "path": self._layer(name)}, timeout=600.0)
+            raise
         self._hold(name, (name, *below) if self._stacked else (name,))
         return name
 

@@ -19,11 +19,12 @@ BASE_UID = 1_500_000_000
 TIMEOUT = 20.0
 
 _ADVICE = (
+    ("): No space left", "raise sysctl user.max_user_namespaces and its siblings"),
+    ("-trial'", "the surrounding container has too few user ids for this mode"),
     ("unshare(0x10000000)", "allow user namespaces: sysctl kernel.unprivileged_userns_clone=1, and on Ubuntu 24.04 "
      "or later kernel.apparmor_restrict_unprivileged_userns=0; in a container run it with --privileged or a seccomp "
      "profile that allows unshare"),
     ("unshare", "allow namespaces: run as root with CAP_SYS_ADMIN, or enable user namespaces"),
-    ("No space left", "raise sysctl user.max_user_namespaces (and its siblings)"),
     ("mount proc", "the outer container masks /proc, which forbids a fresh one; run it with "
      "--security-opt systempaths=unconfined"),
     ("mount overlay", "set SKYENV_STATE_DIR to a directory on ext4, xfs or tmpfs, not on an overlay"),
@@ -50,6 +51,7 @@ class Probe:
     def limits(self) -> dict[str, str]:
         """What enforces each limit."""
         fallback = {"memory": "rlimit", "pids": "rlimit", "cpu": "affinity only", "file_size": "rlimit"}
+        fallback["disk"] = "tmpfs when disk_bytes is given" if self.mode == "root" else "not limited"
         grouped = {name: f"cgroup v{version}" for version, _parent, names in self.cgroups for name in names}
         return {**fallback, **grouped}
 
@@ -162,5 +164,6 @@ def own_config(state: Path, sandbox: str, overlay: bool) -> dict[str, Any]:
         "pids": 64,
         "cpus": 1.0,
         "file_bytes": 1 << 30,
+        "disk_bytes": None,
         "tmpfs_bytes": 1 << 20,
     }

@@ -12,7 +12,6 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ class ProcessBackend:
             "state": str(self._state),
             "base_uid": None,
             "run_as": None,
-            "cgroups": [astuple(hierarchy) for hierarchy in self._hierarchies],
+            "cgroups": self._hierarchies,
         }
         async with launching.launch(config) as self._launcher:
             yield
@@ -82,6 +81,8 @@ class ProcessBackend:
         """Fork an init. ConfigError for an image or a snapshot."""
         if request.image is not None or request.snapshot is not None:
             raise ConfigError("backend 'process' has neither images nor snapshots; use 'local'")
+        if request.spec.disk_bytes is not None:
+            raise ConfigError("disk_bytes: backend 'process' cannot limit it; leave it out")
         top = self._state / sandbox
         config = own_config(self._state, sandbox, False) | spec_config(request.spec)
         config |= {"number": next(self._numbers), "home": f"{top}/upper", "run_dir": f"{top}/work"}

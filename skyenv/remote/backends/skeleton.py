@@ -14,18 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+# Public, and too many links to copy for each node.
+BOUND_ETC = ("/etc/alternatives", "/etc/ssl/certs")
 DIRECTORIES = (
     "dev", "etc", "home", "media", "mnt", "opt", "proc", "root", "run", "srv", "sys", "tmp", "var/cache",
     "var/lib", "var/log", "var/tmp", "var/spool", "usr/local",
 )  # fmt: skip
 # Public configuration that programs need in order to start; nothing with a secret in it.
 ETC = (
-    "alternatives", "bash.bashrc", "ca-certificates", "ca-certificates.conf", "debian_version", "environment",
+    "bash.bashrc", "ca-certificates", "ca-certificates.conf", "debian_version", "environment",
     "fonts", "groff", "host.conf", "inputrc", "java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf",
     "ld.so.conf.d", "localtime", "login.defs", "lsb-release", "magic", "magic.mime", "mime.types", "nanorc",
     "os-release", "pam.d", "perl", "pki/ca-trust", "pki/tls/certs", "pki/tls/cert.pem", "profile", "profile.d",
     "protocols", "python3", "python3.9", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14",
-    "redhat-release", "rpc", "security", "services", "shells", "skel", "ssl/certs", "ssl/openssl.cnf", "terminfo",
+    "redhat-release", "rpc", "security", "services", "shells", "skel", "ssl/openssl.cnf", "terminfo",
     "timezone", "vim", "xattr.conf",
 )  # fmt: skip
 GENERATED = {
@@ -49,7 +51,7 @@ GENERATED = {
 
 def system_binds(reader: int | None, *, mounted_by_root: bool) -> list[str]:
     """The host's directories that a sandbox sees, read-only, as far as host user `reader` (None: we) can read them."""
-    binds = [path for path in SYSTEM if Path(path).is_dir() and not Path(path).is_symlink()]
+    binds = [path for path in (*SYSTEM, *BOUND_ETC) if Path(path).is_dir() and not Path(path).is_symlink()]
     prefix = interpreter_prefix()
     if prefix and _can_enter(Path(prefix), reader, parents=not mounted_by_root):
         binds.append(prefix)
@@ -76,7 +78,7 @@ def _can_enter(path: Path, reader: int | None, *, parents: bool) -> bool:
 def search_path(binds: Sequence[str]) -> str:
     """The sandbox's PATH; the interpreter's own prefix comes first."""
     standard = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    extra = [f"{path}/bin" for path in binds if path not in SYSTEM]
+    extra = [f"{path}/bin" for path in binds if path not in (*SYSTEM, *BOUND_ETC)]
     return ":".join(["/root/.local/bin", *extra, standard])
 
 
@@ -109,12 +111,18 @@ def build(target: Path, binds: Sequence[str], owner: int | None) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    with contextlib.suppress(OSError, shutil.Error):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if source.is_symlink() or source.is_file():
-            shutil.copy2(source, target, follow_symlinks=False)
-        elif source.is_dir():
-            shutil.copytree(source, target, symlinks=True)
+    """Copy what everybody on the host may read; links stay links."""
+    with contextlib.suppress(OSError):
+        if source.is_symlink():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(source.readlink())
+        elif source.is_dir() and source.stat().st_mode & 0o005 == 0o005:
+            target.mkdir(parents=True, exist_ok=True)
+            for entry in source.iterdir():
+                _copy(entry, target / entry.name)
+        elif source.is_file() and source.stat().st_mode & 0o004:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
 
 
 def _own(target: Path, owner: int) -> None:

@@ -3,8 +3,6 @@
 Only files, directories, symlinks and hard links travel; owners do not (everything belongs to the sandbox's root).
 """
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import contextlib

@@ -4,21 +4,19 @@
 each hierarchy) of one sandbox; whoever made it removes it once nothing runs in it.
 """
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 CONTROLLERS = ("memory", "pids", "cpu")
 PERIOD = 100_000  # microseconds
+RECORD = "cgroups.json"  # in a state directory: where its groups are, for whoever must clean up
 
 
-@dataclass(frozen=True, slots=True)
-class Hierarchy:
+class Hierarchy(NamedTuple):
     """A directory in which groups can be created, and the controllers that they will have."""
 
     version: int
@@ -26,8 +24,7 @@ class Hierarchy:
     controllers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(NamedTuple):
     """What a group may use; None leaves it unlimited. `cpus` is a number of processors, possibly fractional."""
 
     memory_bytes: int | None = None
@@ -122,8 +119,7 @@ def _write(path: str, value: str) -> None:
         file.write(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """The groups of one sandbox, one directory in each hierarchy."""
 
     directories: tuple[tuple[Hierarchy, str], ...]
@@ -144,9 +140,12 @@ class Group:
         return Group(tuple(made))
 
     def join(self) -> None:
-        """Move this process in."""
-        for _hierarchy, path in self.directories:
-            _write(f"{path}/cgroup.procs", str(os.getpid()))
+        """Move this single-threaded process in.
+
+        In version 1 a thread that moves itself needs no global lock; `cgroup.procs` would wait some 20 ms for it.
+        """
+        for hierarchy, path in self.directories:
+            _write(f"{path}/cgroup.procs" if hierarchy.version == 2 else f"{path}/tasks", "0")
 
     def open_oom_counter(self) -> int | None:
         """A descriptor of the file that counts OOM kills, for `oom_kills`; None without a memory controller."""

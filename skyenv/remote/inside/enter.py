@@ -6,8 +6,6 @@ user namespace maps the sandbox's users to an unprivileged range of host users; 
 first and maps one user. Either way the result has few capabilities, no new privileges and no way to a new namespace.
 """
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import contextlib
@@ -17,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import kernel
+from . import kernel, seccomp
 from .cgroups import Group, Hierarchy, Limits
 
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -47,7 +45,8 @@ def set_rlimits(config: dict[str, Any]) -> None:
     grouped = {name for _version, _parent, names in config["cgroups"] for name in names}
     wanted = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: config["file_bytes"]}
     if "memory" not in grouped:
-        wanted[resource.RLIMIT_AS] = config["memory_bytes"]
+        # Not RLIMIT_AS: runtimes such as V8 and the JVM reserve far more addresses than they use.
+        wanted[resource.RLIMIT_DATA] = config["memory_bytes"]
     if "pids" not in grouped and config["isolated"]:
         wanted[resource.RLIMIT_NPROC] = config["pids"]
     for kind, value in wanted.items():
@@ -114,8 +113,7 @@ def _write(path: str, value: str) -> None:
 
 def _build_root(config: dict[str, Any]) -> None:
     root, owner = config["root"], config["base_uid"] or 0
-    kernel.unshare(kernel.NEWNS)
-    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.leave_mount_namespace()
     _mount_root(config)
     for path in config["binds"]:
         kernel.bind(path, root + path)
@@ -199,6 +197,7 @@ def _finish(config: dict[str, Any], parent: socket.socket, rootless: bool) -> No
     set_rlimits(config)
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    seccomp.refuse_dangerous_calls()
 
 
 def _mask_proc() -> None:

@@ -4,8 +4,6 @@ Paths are absolute strings (undecodable bytes as surrogates). Only regular files
 is refused before it could block. Everything raises OSError with `errno`; `Conflict` is a compare-and-swap that lost.
 """
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import contextlib

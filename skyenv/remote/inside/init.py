@@ -34,6 +34,7 @@ class Init:
         self.poller = select.poll()
         self.shell = Shell(config, self.poller, oom_counter)
         self.jobs: dict[int, tuple[int, int]] = {}
+        self.shell.helpers = self.jobs.keys()
         self.frozen: set[int] = set()
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -47,6 +48,7 @@ class Init:
             "exec": self._exec,
             "poll": self._poll,
             "interrupt": self._interrupt,
+            "input": self._input,
             "kill": self._kill,
             "stat": lambda n, h, _p: self._reply(n, {"info": files.status(h["path"])}),
             "list": lambda n, h, _p: self._reply(n, {"entries": files.list_dir(h["path"], h["depth"])}),
@@ -89,6 +91,8 @@ class Init:
                     self.shell.died(status)
                 elif pid in self.jobs:
                     self._job_ended(*self.jobs.pop(pid))
+                else:
+                    self.shell.reaped(pid, status)
 
     def _dispatch(self, frame: Frame) -> None:
         number, header = frame.header["id"], frame.header
@@ -130,6 +134,10 @@ class Init:
         if not self.shell.interrupt(partial(self._reply, number)):
             self._refuse(number, "idle", "no command is running")
 
+    def _input(self, number: int, header: dict[str, Any], payload: bytes) -> None:
+        if wrong := self.shell.type(payload, header["soft_timeout"], partial(self._reply, number)):
+            self._refuse(number, "idle", wrong)
+
     def _kill(self, number: int, _header: dict[str, Any], _payload: bytes) -> None:
         self.shell.kill()
         self._reply(number, {})
@@ -169,7 +177,10 @@ class Init:
 
             def from_stream() -> None:
                 with os.fdopen(source, "rb", closefd=False) as stream:
-                    write(stream.read())
+                    data = stream.read()
+                if len(data) != header["size"]:
+                    raise OSError(errno.EIO, "the data ended early", path)
+                write(data)
 
             self._start_job(number, source, from_stream)
         else:

@@ -1,7 +1,5 @@
 """The few system calls that Python does not offer: namespaces, mounts, capabilities. OSError on failure."""
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import ctypes
@@ -18,7 +16,7 @@ MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_SECCOMP = 1, 4, 24, 22
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 15, 22, 24
 PR_SET_NO_NEW_PRIVS, PR_SET_CHILD_SUBREAPER = 38, 36
 
 # chown, dac_override, fowner, fsetid, kill, setgid, setuid, net_bind_service, sys_chroot
@@ -47,6 +45,16 @@ def prctl(option: int, value: int, third: int = 0) -> None:
     _check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(third), zero, zero), f"prctl({option})")
 
 
+def rename_process(name: str) -> None:
+    """Be listed as `name` only: the command line names paths of the host, and looks like a Python program's."""
+    _check(_libc.prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()[:15]), 0, 0, 0), "prctl(PR_SET_NAME)")
+    with open("/proc/self/stat") as file:
+        start, end = map(int, file.read().rpartition(")")[2].split()[45:47])
+    if end - start > len(name):
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, name.encode(), len(name.encode()))
+
+
 def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str = "") -> None:
     """Attach a file system."""
     result = _libc.mount(
@@ -57,6 +65,17 @@ def mount(source: str, target: str, kind: str | None, flags: int = 0, data: str 
         os.fsencode(data) if data else None,
     )
     _check(result, f"mount {kind or source} on {target}")
+
+
+def unmount(target: str) -> None:
+    """Detach a file system, now or once nobody uses it."""
+    _check(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount {target}")
+
+
+def leave_mount_namespace() -> None:
+    """Have mounts of our own that nobody else sees."""
+    unshare(NEWNS)
+    mount("none", "/", None, MS_REC | MS_PRIVATE)
 
 
 def bind(source: str, target: str) -> None:
@@ -115,6 +134,12 @@ def close_all_but(*keep: int) -> None:
         os.closerange(start, fd)
         start = max(start, fd + 1)
     os.closerange(start, 1 << 16)
+
+
+def set_seccomp_filter(program: bytes) -> None:
+    """Install a BPF program (a packed `sock_fprog`) as a filter of system calls."""
+    mode_filter, zero = ctypes.c_ulong(2), ctypes.c_ulong(0)
+    _check(_libc.prctl(PR_SET_SECCOMP, mode_filter, ctypes.c_char_p(program), zero, zero), "seccomp")
 
 
 def hide_and_die_with(parent_death_signal: int) -> None:

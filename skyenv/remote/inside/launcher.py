@@ -5,8 +5,6 @@ state directory and the control groups. When the node goes away, however that ha
 then kills what is left, removes everything and ends too.
 """
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import enter, init, kernel, processes
-from .cgroups import Group, Hierarchy
+from .cgroups import RECORD, Group, Hierarchy
 from .wire import Connection, Frame
 
 RETRY_MS = 20
@@ -52,6 +50,7 @@ class Launcher:
         self.poller = select.poll()
         self.poller.register(self._wake, select.POLLIN)
         self.operations: dict[str, Callable[[Frame], None]] = {
+            "ping": lambda frame: self._reply(frame.header["id"]),
             "create": self._create,
             "destroy": self._destroy,
             "copy": lambda frame: self._child(frame, lambda: _copy(frame.header["source"], frame.header["target"])),
@@ -195,6 +194,8 @@ class Launcher:
         if not os.path.isdir(path):
             return
         trash = f"{path}.gone"
+        with contextlib.suppress(OSError):
+            kernel.unmount(path)
         os.rename(path, trash)
         pid = os.fork()
         if not pid:
@@ -244,12 +245,16 @@ def _start_plain(request: dict[str, Any], sock: socket.socket) -> NoReturn:
 def _run_init(sock: socket.socket, request: dict[str, Any], counter: int | None) -> NoReturn:
     os.chdir("/")
     os.umask(0o022)
+    kernel.rename_process("skyenv-init")
     init.main(sock, request, counter)
 
 
 def prepare_directories(request: dict[str, Any]) -> None:
     """Make the sandbox's own directories; the top one belongs to the sandbox's root user."""
     top = f"{request['state']}/{request['name']}"
+    if request["disk_bytes"] is not None:
+        os.makedirs(top)
+        kernel.mount("tmpfs", top, "tmpfs", kernel.MS_NODEV, f"mode=700,size={request['disk_bytes']}")
     for name in ("upper", "work", "root"):
         os.makedirs(f"{top}/{name}", exist_ok=True)
     if request["base_uid"] is not None:
@@ -292,9 +297,14 @@ def main() -> None:
     sock = socket.socket(fileno=int(sys.argv[1]))
     config = json.load(sys.stdin)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    kernel.rename_process("skyenv-launcher")
+    if config["base_uid"] is not None:
+        kernel.leave_mount_namespace()
     become_user(config["run_as"])
     lock = os.open(f"{config['state']}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(f"{config['state']}/{RECORD}", "w") as file:
+        json.dump([parent for _version, parent, _names in config["cgroups"]], file)
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,7 +1,5 @@
 """What runs below this process, as /proc tells it, and how to end it."""
 
-# ruff: noqa: PTH
-
 from __future__ import annotations
 
 import contextlib

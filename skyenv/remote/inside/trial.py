@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-from dataclasses import astuple
 from typing import Any, NoReturn
 
 from . import cgroups, enter, kernel, launcher
@@ -22,7 +21,7 @@ def main() -> None:
     config = json.load(sys.stdin)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
     launcher.become_user(config["run_as"])
-    config["cgroups"] = [astuple(hierarchy) for hierarchy in cgroups.find()]
+    config["cgroups"] = cgroups.find()
     try:
         launcher.prepare_directories(config)
         error = _try_once(config)

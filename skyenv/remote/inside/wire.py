@@ -95,10 +95,10 @@ class Connection:
             middle = start + LENGTHS.size + head
             if size < middle + body:
                 break
-            yield Frame(
-                json.loads(bytes(self._in[start + LENGTHS.size : middle])),
-                bytes(self._in[middle : middle + body]),
-            )
+            header = json.loads(bytes(self._in[start + LENGTHS.size : middle]))
+            if not isinstance(header, dict):
+                raise EOFError
+            yield Frame(header, bytes(self._in[middle : middle + body]))
             start = middle + body
         del self._in[:start]
 

@@ -1,0 +1,120 @@
+"""What `doctor` looks at. Each check tries the thing itself where that is cheap, and never raises."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+NEEDED_DISK = 2 << 30
+PACKAGES = ("skyenv", "gymnasium", "torch", "transformers", "trl", "accelerate", "datasets")
+EXTRA_HINT = "pip install 'skyenv[train]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `required`: without it neither demo nor training runs. `advice` says what to change."""
+
+    name: str
+    ok: bool
+    detail: str
+    advice: tuple[str, ...] = ()
+    required: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "advice": list(self.advice)}
+
+
+def run_checks() -> list[Check]:
+    """Every check, the cheap ones first."""
+    return [system(), *packages(), sandboxes(), programs(), disk(), gpu(), docker()]
+
+
+def system() -> Check:
+    """Operating system, interpreter and cores."""
+    linux = sys.platform == "linux"
+    detail = f"{platform.system()} {platform.release()}, Python {platform.python_version()}, {os.cpu_count()} cores"
+    advice = () if linux else ("sandboxes need Linux; use a virtual machine, or --sandbox URL of a server on Linux",)
+    return Check("system", linux, detail, advice, required=True)
+
+
+def packages() -> list[Check]:
+    """Installed versions; the trainer needs all of them."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    missing = [name for name in PACKAGES if name not in found]
+    detail = ", ".join(f"{name} {version}" for name, version in found.items())
+    advice = (f"install {', '.join(missing)}: {EXTRA_HINT}",) if missing else ()
+    return [Check("packages", not missing, detail, advice, required=True)]
+
+
+def sandboxes() -> Check:
+    """Whether namespaces, overlay and limits work, by trying them."""
+    from skyenv.remote.backends.local import probe
+
+    result = probe()
+    if not result.usable:
+        return Check("sandboxes", False, "no isolation possible", result.reasons, required=True)
+    limits = ", ".join(f"{name}: {how}" for name, how in sorted(result.limits.items()))
+    overlay = "overlay" if result.overlay else "no overlay"
+    return Check("sandboxes", True, f"namespaces ({result.mode}), {overlay}, limits {limits}", result.reasons, True)
+
+
+def programs() -> Check:
+    """Programs that sandboxes and graders take from the host."""
+    missing = [name for name in ("bash", "git", "python3") if shutil.which(name) is None]
+    detail = "bash, git, python3" if not missing else f"missing: {', '.join(missing)}"
+    advice = (f"install {' '.join(missing)} with the system's package manager",) if missing else ()
+    return Check("programs", not missing, detail, advice, required=True)
+
+
+def disk() -> Check:
+    """Room where sandboxes keep their files."""
+    place = Path(os.environ.get("SKYENV_STATE_DIR") or os.environ.get("TMPDIR") or "/tmp")
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return Check("disk", False, f"{place}: {error.strerror}", ("set SKYENV_STATE_DIR to a directory that exists",))
+    detail = f"{free / 2**30:.1f} GiB free in {place}"
+    advice = () if free >= NEEDED_DISK else ("free some space, or set SKYENV_STATE_DIR to a larger file system",)
+    return Check("disk", free >= NEEDED_DISK, detail, advice)
+
+
+def gpu() -> Check:
+    """Whether torch sees an accelerator."""
+    if importlib.util.find_spec("torch") is None:
+        return Check("gpu", False, "torch is not installed", (EXTRA_HINT,))
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        return Check("gpu", True, f"{len(names)} x {names[0]}, CUDA {torch.version.cuda}")
+    advice = ("the demo runs on the CPU; to train larger models use a GPU machine and torch's CUDA build",)
+    return Check("gpu", False, f"none seen by torch {torch.__version__}", advice)
+
+
+def docker() -> Check:
+    """Whether a container engine answers."""
+    if shutil.which("docker") is None:
+        return Check("docker", False, "not installed", ("only needed for tasks with container images",))
+    command = ["docker", "version", "--format", "{{.Server.Version}}"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("docker", False, f"does not answer: {error}", ("start the docker service",))
+    if answer.returncode != 0:
+        advice = ("start the docker service, or add yourself to the docker group",)
+        return Check("docker", False, "installed, but the engine does not answer", advice)
+    return Check("docker", True, f"engine {answer.stdout.strip()}")

@@ -1,0 +1,1 @@
+"""One file a command: its options, and how it calls the library."""

@@ -1,0 +1,77 @@
+"""`sky_trainer train CONFIG.yaml [--key value ...]`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sky_trainer import config as configuration
+from sky_trainer.commands.output import make_console, print_json, print_line
+from sky_trainer.config import Config
+
+if TYPE_CHECKING:
+    from sky_trainer.run import Outcome
+
+EPILOG = """\
+Any key of the configuration can be given on the command line: --steps 50, --rollout.group_size 8,
+--grpo.learning_rate 1e-5. An existing run directory is resumed from its newest checkpoint.
+"""
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "train",
+        help="train with GRPO as a configuration file says",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="see recipes/ for examples")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, then say what came of it."""
+    config = configuration.load(arguments.config, arguments.overrides)
+    report(train(config, "training"), config, arguments.json)
+    return 0
+
+
+def train(config: Config, title: str) -> Outcome:
+    """Train with a live table; an interrupt says where the run stands and how to go on."""
+    from sky_trainer.display import Display
+    from sky_trainer.record import last_checkpoint, read_metrics
+    from sky_trainer.run import train as run_training
+
+    display = Display(make_console(), f"{title}: {config.run_dir}", config.steps)
+    try:
+        return run_training(config, display)
+    except KeyboardInterrupt:
+        done, checkpoint = len(read_metrics(config.run_dir)), last_checkpoint(config.run_dir)
+        onward = f"goes on from {checkpoint.name}" if checkpoint else "starts its steps again, as no checkpoint was due"
+        raise KeyboardInterrupt(
+            f"interrupted after {done} of {config.steps} steps; everything so far is in {config.run_dir};"
+            f" the same command with --out {config.run_dir} {onward}"
+        ) from None
+
+
+def report(outcome: Outcome, config: Config, as_json: bool) -> None:
+    """One line for people, one object for programs."""
+    first, last = outcome.first_quarter, outcome.last_quarter
+    rewards = "no rewards" if first is None or last is None else f"mean reward {first:.3f} -> {last:.3f}"
+    print_line(
+        f"{rewards} (first and last quarter of {outcome.steps} steps), {outcome.seconds:.0f} s; see {outcome.run_dir}"
+    )
+    if as_json:
+        print_json(
+            {
+                "first_quarter": first,
+                "last_quarter": last,
+                "seconds": round(outcome.seconds, 1),
+                "run_dir": str(outcome.run_dir),
+                "seed": config.seed,
+            }
+        )

@@ -1,0 +1,353 @@
+"""Sandboxes and nodes that end in every way: nothing is left, nobody else is hurt, and whoever waits is told."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+from node_processes import SERVE, served
+
+from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable
+from skyenv.remote.backends import launching
+from skyenv.remote.client import SandboxClient, connect
+
+
+def children(pid: int) -> list[int]:
+    """Direct children of a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def alive(pids: list[int]) -> list[str]:
+    """Those that still run; a zombie that waits for the machine's first process does not."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(f"process {pid}")
+    return found
+
+
+def launcher_of(node: int) -> int:
+    (launcher,) = children(node)
+    return launcher
+
+
+def remains(state: Path, names: list[str], pids: list[int]) -> list[str]:
+    """What is left of a node: processes, its state directory, control groups of its sandboxes, mounts."""
+    left = alive(pids)
+    left += [str(state)] if state.exists() else []
+    groups = [folder for folder, _below, _files in os.walk("/sys/fs/cgroup")]
+    left += [group for group in groups if any(name in group for name in names)]
+    left += [line for line in Path("/proc/mounts").read_text().splitlines() if str(state) in line]
+    return left
+
+
+async def eventually(nothing_of: Callable[[], list[str]], within: float = 10.0) -> None:
+    """Wait until `nothing_of` is empty; the failure shows what was left."""
+    deadline = time.monotonic() + within
+    while (left := nothing_of()) and time.monotonic() < deadline:
+        await anyio.sleep(0.02)
+    assert not left
+
+
+def state_of(launcher: int) -> Path:
+    """The state directory of a launcher, by the lock that it holds."""
+    links = [os.readlink(path) for path in Path(f"/proc/{launcher}/fd").iterdir()]
+    (lock,) = [link for link in links if link.endswith("/lock")]
+    return Path(lock).parent
+
+
+@pytest.mark.parametrize(
+    ("backend", "number", "status"),
+    [
+        ("local", signal.SIGINT, 0),
+        ("local", signal.SIGTERM, 0),
+        ("local", signal.SIGKILL, -9),
+        ("process", signal.SIGINT, 0),
+        ("process", signal.SIGKILL, -9),
+    ],
+)
+async def test_a_node_leaves_nothing_behind(backend: str, number: signal.Signals, status: int) -> None:
+    with served(SERVE, backend) as (process, url):
+        async with connect(url, "secret") as client:
+            async with client.sandbox() as first, client.sandbox() as second:
+                await first.exec("sleep 600 & setsid sleep 600 & touch /big; yes > /dev/null &")
+                async with anyio.create_task_group() as group:
+                    group.start_soon(expect_lost_or_unavailable, second)
+                    await anyio.sleep(0.2)
+                    launcher = launcher_of(process.pid)
+                    state, names = state_of(launcher), [first.name, second.name]
+                    pids = [launcher, *children(launcher), *tree(children(launcher))]
+                    assert len(pids) > 8
+                    assert remains(state, names, pids)
+                    process.send_signal(number)
+                    assert await anyio.to_thread.run_sync(process.wait) == status
+                await eventually(lambda: remains(state, names, pids))
+
+
+async def expect_lost_or_unavailable(box: object) -> None:
+    with pytest.raises((SandboxLost, SandboxUnavailable)):
+        await box.exec("sleep 600", timeout=600)  # type: ignore[attr-defined]
+
+
+def tree(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        below = children(pid)
+        found += below + tree(below)
+    return found
+
+
+async def test_a_launcher_that_is_killed_takes_its_sandboxes_along() -> None:
+    with served(SERVE, "local") as (process, url):
+        async with connect(url, "secret") as client, client.sandbox() as box:
+            await box.exec("sleep 600 &")
+            launcher = launcher_of(process.pid)
+            pids = [launcher, *children(launcher), *tree(children(launcher))]
+            os.kill(launcher, signal.SIGKILL)
+            with pytest.raises(SandboxLost):
+                await box.exec("sleep 20")
+            with pytest.raises(SandboxUnavailable, match="launcher"):
+                async with client.sandbox():
+                    pass
+            await eventually(lambda: alive(pids))
+
+
+async def test_the_next_node_sweeps_what_a_killed_launcher_left(local_url: str) -> None:
+    async with connect(local_url, "secret") as client, client.sandbox() as bystander:
+        with served(SERVE, "local") as (process, url):
+            async with connect(url, "secret") as other, other.sandbox() as box:
+                launcher = launcher_of(process.pid)
+                state, pids = state_of(launcher), [launcher, *children(launcher)]
+                os.kill(process.pid, signal.SIGSTOP)
+                os.kill(launcher, signal.SIGKILL)
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                await eventually(lambda: alive(pids))
+                assert len(remains(state, [box.name], pids)) > 1
+                while state.exists():  # the first sweep may come while something still ends
+                    with served(SERVE, "local"):
+                        pass
+                assert not remains(state, [box.name], pids)
+        assert (await bystander.exec("echo alive")).output == "alive\n"
+
+
+def test_a_live_state_directory_is_not_swept(tmp_path: Path) -> None:
+    starting = launching.make_state(tmp_path, None)
+    state = launching.make_state(tmp_path, None)
+    with (state / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        launching.sweep(tmp_path)
+        assert state.exists()
+    launching.sweep(tmp_path)
+    assert not state.exists()
+    assert starting.exists()
+
+
+async def test_a_killed_init_is_a_lost_sandbox_and_nobody_elses() -> None:
+    with served(SERVE, "local") as (process, url):
+        async with connect(url, "secret") as client:
+            async with client.sandbox() as box, client.sandbox() as other:
+                init = children(launcher_of(process.pid))[0]
+                os.kill(init, signal.SIGKILL)
+                outcomes = []
+                for each in (box, other):
+                    try:
+                        outcomes.append((await each.exec("echo alive")).output)
+                    except SandboxLost as error:
+                        outcomes.append("lost" if "first process ended" in str(error) else str(error))
+                assert sorted(outcomes) == ["alive\n", "lost"]
+            assert (await client.health())["sandboxes"] == 0
+
+
+async def test_an_abandoned_sandbox_ends_with_its_lease(local_url: str) -> None:
+    async with httpx.AsyncClient(base_url=local_url, headers={"authorization": "Bearer secret"}) as http:
+        name = "a" * 31 + "1"
+        body = '{"spec": {"ttl": 1.0}}'
+        assert (await http.put(f"/sandboxes/{name}", content=body)).status_code == 200
+        assert (await http.post(f"/sandboxes/{name}/exec", content="true")).status_code == 400
+        held = await http.post(f"/sandboxes/{name}/exec", content="sleep 1.6", headers={"idempotency-key": "k"})
+        assert held.status_code == 200
+        with anyio.fail_after(10):
+            while True:
+                lost = (await http.post("/leases", content="[]")).status_code == 200
+                answer = await http.get(f"/sandboxes/{name}/calls/k") if lost else None
+                if answer is not None and answer.status_code == 410:
+                    break
+                await anyio.sleep(1.3)
+        assert "lease" in answer.json()["message"]
+
+
+async def test_a_held_lease_is_renewed(local_url: str) -> None:
+    async with connect(local_url, "secret") as client, client.sandbox(ttl=1.5) as box:
+        await anyio.sleep(3.0)
+        assert (await box.exec("echo alive")).output == "alive\n"
+
+
+async def test_the_same_key_never_runs_twice(local_url: str) -> None:
+    headers = {"authorization": "Bearer secret"}
+    async with connect(local_url, "secret") as client, client.sandbox() as box:
+        async with httpx.AsyncClient(base_url=local_url, headers=headers, timeout=30) as http:
+            path = f"/sandboxes/{box.name}/exec?wait=0.05"
+            answers: list[int] = []
+
+            async def submit() -> None:
+                sent = await http.post(
+                    path, content="echo x >> log; sleep 0.5; cat log", headers={"idempotency-key": "one"}
+                )
+                answers.append(sent.status_code)
+
+            async with anyio.create_task_group() as group:
+                for _copy in range(4):
+                    group.start_soon(submit)
+            assert answers == [202] * 4
+            results = [await http.get(f"/sandboxes/{box.name}/calls/one") for _again in range(2)]
+            assert [(r.status_code, r.content) for r in results] == [(200, b"x\n")] * 2
+            await box.exec("true")
+            again = await http.post(path, content="echo other", headers={"idempotency-key": "one"})
+            assert again.content == b"x\n"
+            assert (await http.get(f"/sandboxes/{box.name}/calls/two")).status_code == 400
+
+
+async def test_creating_twice_under_one_name_makes_one_sandbox(local_url: str) -> None:
+    headers = {"authorization": "Bearer secret", "idempotency-key": "c"}
+    name = "b" * 32
+    async with httpx.AsyncClient(base_url=local_url, headers=headers, timeout=30) as http:
+        before = (await http.get("/health")).json()["sandboxes"]
+        statuses: list[int] = []
+
+        async def create() -> None:
+            statuses.append((await http.put(f"/sandboxes/{name}", content="{}")).status_code)
+
+        async with anyio.create_task_group() as group:
+            for _copy in range(3):
+                group.start_soon(create)
+        assert statuses == [200] * 3
+        assert (await http.get("/health")).json()["sandboxes"] == before + 1
+        for _again in range(2):
+            assert (await http.delete(f"/sandboxes/{name}")).status_code == 200
+        assert (await http.get("/health")).json()["sandboxes"] == before
+        assert (await http.put(f"/sandboxes/{name}", content="{}")).status_code in (200, 410)
+
+
+async def test_many_at_once() -> None:
+    async with connect() as client:
+
+        async def one(number: int) -> None:
+            async with client.sandbox() as box:
+                result = await box.exec(f"echo {number} > n; cat n")
+                assert result.output == f"{number}\n"
+
+        started = time.monotonic()
+        async with anyio.create_task_group() as group:
+            for number in range(24):
+                group.start_soon(one, number)
+        assert time.monotonic() - started < 30
+        assert (await client.health())["sandboxes"] == 0
+
+
+async def test_cycles_leak_no_descriptor() -> None:
+    async with connect() as client:
+        counts = []
+        for _round in range(3):
+            for _cycle in range(5):
+                async with client.sandbox() as box:
+                    await box.exec("sleep 60 & exit 3")
+                    await box.download("/etc/skel")
+                    async with box.fork() as twin:
+                        await twin.write_file("/root/x", b"x" * 2_000_000)
+                        await twin.read_file("/root/x")
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert counts[0] == counts[-1]
+
+
+async def test_a_cancelled_creation_leaves_nothing() -> None:
+    async with connect() as client:
+
+        async def hold() -> None:
+            async with client.sandbox():
+                await anyio.sleep(60)
+
+        for delay in (0.0, 0.005, 0.02):
+            async with anyio.create_task_group() as group:
+                group.start_soon(hold)
+                await anyio.sleep(delay)
+                group.cancel_scope.cancel()
+        with anyio.fail_after(10):
+            while (await client.health())["sandboxes"]:
+                await anyio.sleep(0.02)
+
+
+async def test_an_error_in_the_block_comes_out_as_itself() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with connect() as client, client.sandbox():
+            raise ZeroDivisionError
+
+
+async def test_deleting_a_busy_sandbox_is_quick(local_url: str) -> None:
+    async with connect(local_url, "secret") as client:
+        async with client.sandbox() as box:
+            await box.exec("for i in 1 2 3; do yes >/dev/null & done; trap '' TERM INT; mkdir -p /d/{1..50}/{1..20}")
+            started = time.monotonic()
+        assert time.monotonic() - started < 2.0
+
+
+async def test_tokens(local_url: str) -> None:
+    for token in (None, "wrong"):
+        async with connect(local_url, token) as client:
+            with pytest.raises(ConfigError, match="token"):
+                await client.health()
+
+
+async def test_an_unreachable_node_is_unavailable() -> None:
+    async with connect("http://127.0.0.1:9") as client:
+        with pytest.raises(SandboxUnavailable, match=r"127\.0\.0\.1:9"):
+            await client.health()
+
+
+async def test_not_a_url() -> None:
+    with pytest.raises(ConfigError, match="http"):
+        async with connect("127.0.0.1:8765"):
+            pass
+
+
+async def test_a_full_node_says_when_to_come_back(local_url: str) -> None:
+    from skyenv.remote.backends import get
+    from skyenv.remote.node import app_for
+    from skyenv.remote.sandboxes import Node
+
+    node = Node(get("local"), max_sandboxes=1)
+    async with node.open():
+        transport = httpx.ASGITransport(app_for(node))
+        async with httpx.AsyncClient(transport=transport, base_url="http://node") as http:
+            for name, status in (("c" * 32, 200), ("d" * 32, 503)):
+                answer = await http.put(f"/sandboxes/{name}", content="{}", headers={"idempotency-key": name})
+                assert answer.status_code == status
+            assert float(answer.headers["retry-after"]) > 0
+            client = SandboxClient(http)
+
+            async def free() -> None:
+                await anyio.sleep(0.3)
+                await http.delete(f"/sandboxes/{'c' * 32}")
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(free)
+                async with client.sandbox() as box:
+                    assert (await box.exec("echo in")).output == "in\n"

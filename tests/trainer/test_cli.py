@@ -1,0 +1,205 @@
+"""The command line: what bad input gets, what good input leaves behind, and that nothing outlives an interrupt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sky_trainer.cli import main
+from sky_trainer.commands.demo import recipe
+from sky_trainer.record import RunRecord, quarters, read_metrics
+from skyenv.trajectory_io import read_trajectories
+
+SMALL = [
+    "--tasks.limit", "2", "--rollout.group_size", "2", "--rollout.groups_per_step", "2", "--micro_batch", "4",
+    "--warm_start.steps", "5", "--warm_start.batch_size", "4", "--save_every", "1",
+    "--rollout.max_tokens_per_turn", "16",
+]  # fmt: skip
+
+
+def last_json(text: str) -> dict[str, Any]:
+    value = json.loads(text.strip().splitlines()[-1])
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "none.yaml"], "cannot read none.yaml: No such file"),
+        (["train", str(recipe("demo")), "--stepz", "3"], "unknown key 'stepz'; did you mean 'steps'?"),
+        (["train", str(recipe("demo")), "--steps", "few"], "steps is 'few'"),
+        (["train", str(recipe("demo")), "--grpo.learning_rte", "1"], "did you mean 'grpo.learning_rate'"),
+        (["train", str(recipe("demo")), "--tasks.source", "bultin"], "did you mean 'builtin'"),
+        (["train", str(recipe("demo")), "--tasks.level", "99"], "nothing is left of builtin"),
+        (["train", str(recipe("demo")), "--env.options", "{promt: brief}"], "promt"),
+        (["train", str(recipe("demo")), "--out", "/proc/nowhere"], "cannot write to /proc/nowhere"),
+        (["demo", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["demo", "--sed", "1"], "unknown argument '--sed'"),
+        (["eval", "--policy", "gold", "--tasks", "nowhere"], "neither a set"),
+        (["eval", "--policy", "gold", "--ids", "no-such-task"], "has no task 'no-such-task'"),
+        (["eval", "--policy", "openai"], "needs --url"),
+        (["eval", "--policy", "hf"], "needs --model"),
+        (["eval", "--policy", "hf", "--model", "/nowhere", "--limit", "1"], "model '/nowhere'"),
+        (["eval", "--policy", "scripted"], "needs --script"),
+        (["eval", "--policy", "empty", "--k", "0"], "--k 0: must be at least 1"),
+        (["eval", "--policy", "empty", "--format", "hermis"], "did you mean 'hermes'"),
+        (["eval", "--policy", "empty", "--limit", "1", "--sandbox", "localhost:1"], "must start with http"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    errors = capsys.readouterr().err
+    assert message in errors
+    assert "Traceback" not in errors
+    assert len(errors.strip().splitlines()) == 1
+    assert not list(tmp_path.glob("runs/*/checkpoint-*"))
+
+
+def test_eval_gold_and_empty(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "t.jsonl"
+    words = ["eval", "--level", "1", "--limit", "2", "--json", "--out", str(out)]
+    assert main([*words, "--policy", "gold"]) == 0
+    expected = {"tasks": 2, "resolved": 2, "resolved_rate": 1.0, "statuses": {"resolved": 2}}
+    assert last_json(capsys.readouterr().out) == expected
+    assert [t.verdict["resolved"] for t in read_trajectories(out)] == [True, True]
+    assert main([*words, "--policy", "empty", "--k", "2"]) == 0
+    result = last_json(capsys.readouterr().out)
+    assert result["resolved"] == result["pass@2"] == 0
+    assert result["statuses"] == {"empty_patch": 4}
+
+
+def test_eval_gold_by_patch_and_scripted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A task whose known fix is a patch, and a script that calls a tool that does not exist."""
+    assert main(["eval", "--level", "3", "--limit", "1", "--json", "--policy", "gold"]) == 0
+    assert last_json(capsys.readouterr().out)["resolved"] == 1
+    script = tmp_path / "s.yaml"
+    script.write_text("[{name: no_such_tool}, 'no call at all', {name: finish}]")
+    words = ["eval", "--policy", "scripted", "--script", str(script), "--limit", "1", "--level", "1", "--json"]
+    assert main(words) == 0
+    assert last_json(capsys.readouterr().out)["statuses"] == {"empty_patch": 1}
+
+
+def test_a_server_that_is_not_there_is_a_typed_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["eval", "--policy", "scripted", "--limit", "1", "--level", "1", "--json", "--script", "/dev/null"]
+    assert main(words) == 2  # an empty script
+    assert "no list of turns" in capsys.readouterr().err
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--json"])
+    result = last_json(capsys.readouterr().out)
+    assert status == (0 if result["ok"] else 1)
+    names = {check["name"] for check in result["checks"]}
+    assert {"system", "packages", "sandboxes", "disk", "gpu", "docker"} <= names
+    assert all(check["ok"] or check["advice"] for check in result["checks"])
+
+
+def test_a_small_run_end_to_end_and_resumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The demo's own path: experts, warm start and GRPO in real sandboxes with the real grader."""
+    run_dir = tmp_path / "run"
+    words = ["train", str(recipe("demo")), "--json", "--out", str(run_dir), *SMALL]
+    assert main([*words, "--steps", "2"]) == 0
+    result = last_json(capsys.readouterr().out)
+    assert result["run_dir"] == str(run_dir)
+    assert result["seed"] == 0
+    assert 0 <= result["first_quarter"] <= 1
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "trajectories.jsonl",
+        "reward.png",
+        "checkpoint-2",
+        "final",
+        "tensorboard",
+    ):
+        assert (run_dir / name).exists(), name
+    assert [row["step"] for row in read_metrics(run_dir)] == [1, 2]
+    played = list(read_trajectories(run_dir / "trajectories.jsonl"))
+    assert len(played) == 8
+    assert all(trajectory.exact and trajectory.failure is None for trajectory in played)
+    assert all(abs(row["sampling/sampling_logp_difference/max"]) < 1e-4 for row in read_metrics(run_dir))
+    assert main([*words, "--steps", "3"]) == 0
+    assert [row["step"] for row in read_metrics(run_dir)] == [1, 2, 3]
+    assert len(list(read_trajectories(run_dir / "trajectories.jsonl"))) == 12
+    capsys.readouterr()
+    assert main([*words, "--steps", "3", "--rollout.temperature", "0.5"]) == 2
+    assert "another rollout.temperature" in capsys.readouterr().err
+    assert main([*words, "--steps", "3", "--resume", "false"]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_what_was_written_and_leaves_nothing(tmp_path: Path) -> None:
+    run_dir, state = tmp_path / "run", tmp_path / "state"
+    state.mkdir()
+    words = ["train", str(recipe("demo")), "--out", str(run_dir), *SMALL, "--steps", "500"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sky_trainer.cli", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "SKYENV_STATE_DIR": str(state)},
+    )
+    deadline = time.monotonic() + 90
+    while len(read_metrics(run_dir)) < 2:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    (line,) = [line for line in errors.splitlines() if line.startswith("sky_trainer:")]
+    assert "interrupted after" in line
+    assert "Traceback" not in errors
+    assert len(read_metrics(run_dir)) >= 2
+    assert (run_dir / "reward.png").exists()
+    assert list(state.iterdir()) == []
+    mounts = Path("/proc/self/mounts").read_text()
+    assert str(state) not in mounts
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(state) in read_or_nothing(p)]
+
+
+def read_or_nothing(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def test_records_of_steps_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    for step in (1, 2, 3):
+        record.metrics(step, {"reward": step / 10, "broken": float("nan"), "text": "no number"})
+    record.close()
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 4, "rew')  # cut short by a crash
+    again = RunRecord(tmp_path, first_step=2)
+    again.metrics(3, {"reward": 0.9})
+    again.close()
+    rows = read_metrics(tmp_path)
+    assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+    assert rows[0]["broken"] is None
+    assert rows[2]["elapsed"] >= rows[1]["elapsed"]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([], (None, None)),
+        ([0.5], (0.5, 0.5)),
+        ([0, 0.2, 0.5, 0.5, 0.5, 0.5, 0.8, 1.0], (0.1, 0.9)),
+        ([None, 1.0], (1.0, 1.0)),
+    ],
+)
+def test_quarters(rewards: list[float | None], expected: tuple[float | None, float | None]) -> None:
+    assert quarters([{"reward": reward} for reward in rewards]) == expected
