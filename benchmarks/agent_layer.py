@@ -57,7 +57,7 @@ class OneFile:
         self.data = b""
 
 
-def best(work: Callable[[], Any], repeats: int = 3) -> float:
+def best(work: Callable[[], Any], repeats: int = 5) -> float:
     """Milliseconds of the fastest run."""
     times = []
     for _ in range(repeats):

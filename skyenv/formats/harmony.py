@@ -22,6 +22,7 @@ _HEADER = re.compile(
     r" ?(?:<\|constrain\|>)? ?(?:json)?"
 )
 _LONGEST_HEADER = 400
+_MOST_MESSAGES = 256
 _END = re.compile(r"<\|(?:end|call|return)\|>")
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
 _START, _MESSAGE = "<|start|>", "<|message|>"
@@ -77,11 +78,15 @@ class _Reader(JsonText):
         if lead := re.search(r"assistant\s*\Z|\A\s*(?:to=\S+\s*)\Z", self.text[:position]):
             position = lead.start()
         self._prose.append(_THINK.sub("", self.text[:position]))
-        while position < len(self.text):
+        for _ in range(_MOST_MESSAGES):
+            if position >= len(self.text):
+                break
             call, position = self._message(position)
             written += [call] if call else []
             if len(written) > MAX_CALLS:
                 raise too_many()
+        else:
+            raise reject(f"One answer may hold at most {_MOST_MESSAGES} messages.")
         self._show("")
         return written
 

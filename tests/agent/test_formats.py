@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyenv import formats
@@ -340,6 +340,7 @@ CALL = st.one_of(
 
 
 @pytest.mark.parametrize("form", TEXT_FORMATS, ids=lambda form: form.name)
+@settings(max_examples=50)
 @given(call=CALL, prose=st.sampled_from(["", "I look.\n", "<think>\nplan\n</think>\n\n"]))
 def test_round_trip(form: formats.Format, call: ToolCall, prose: str) -> None:
     parsed = form.parse(prose + form.render_call(call), TOOLS)
@@ -349,12 +350,14 @@ def test_round_trip(form: formats.Format, call: ToolCall, prose: str) -> None:
 
 
 @pytest.mark.parametrize("form", TEXT_FORMATS, ids=lambda form: form.name)
+@settings(max_examples=30)
 @given(calls=st.lists(CALL, min_size=2, max_size=3))
 def test_round_trip_of_several(form: formats.Format, calls: list[ToolCall]) -> None:
     assert list(form.parse("\n".join(map(form.render_call, calls)), TOOLS).calls) == calls
 
 
 @pytest.mark.parametrize("name", formats.names())
+@settings(max_examples=80)
 @given(text=SOUP, reason=st.sampled_from(["stop", "length", "abort"]), thinking_open=st.booleans())
 def test_parser_never_raises_and_is_all_or_nothing(
     name: str, text: str, reason: FinishReason, thinking_open: bool

@@ -255,6 +255,7 @@ ERRORS: dict[str, tuple[str, str, FinishReason, str]] = {
     "harmony-P41": ("harmony", to(LS, "execute_bash</parameter"), "stop", "not written exactly"),
     "harmony-text-after": ("harmony", to(LS) + " rm", "stop", "follows"),
     "harmony-text-between": ("harmony", "<|channel|>analysis<|message|>x<|end|>y" + to(LS), "stop", "between two"),
+    "harmony-too-many-messages": ("harmony", ANALYSIS * 300 + to(LS), "stop", "at most 256 messages"),
     "harmony-P31": ("harmony", q("ls"), "stop", "with <function=...>"),
     "harmony-P39-list": ("harmony", to('["ls"]'), "stop", "object"),
     "openai-P31": ("openai", q("ls"), "stop", "with <function=...>"),
