@@ -120,7 +120,7 @@ async def test_a_launcher_that_is_killed_takes_its_sandboxes_along() -> None:
         async with connect(url, "secret") as client, client.sandbox() as box:
             await box.exec("sleep 600 &")
             launcher = launcher_of(process.pid)
-            pids = [launcher, *children(launcher), *tree(children(launcher))]
+            state, pids = state_of(launcher), [launcher, *children(launcher), *tree(children(launcher))]
             os.kill(launcher, signal.SIGKILL)
             with pytest.raises(SandboxLost):
                 await box.exec("sleep 20")
@@ -128,6 +128,7 @@ async def test_a_launcher_that_is_killed_takes_its_sandboxes_along() -> None:
                 async with client.sandbox():
                     pass
             await eventually(lambda: alive(pids))
+    assert not remains(state, [box.name], pids)
 
 
 async def test_the_next_node_sweeps_what_a_killed_launcher_left(local_url: str) -> None:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from skyenv.remote.tasks import background_tasks
 CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.{module} import main; main()"
 PREFIX = "skyenv-"
 CLOSE_TIMEOUT = 20.0
+GROUPS_TIMEOUT = 2.0
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -70,6 +72,14 @@ def _sweep_groups(state: Path) -> bool:
         with contextlib.suppress(OSError):
             group.rmdir()
     return not any(group.is_dir() for group in groups)
+
+
+def _clean_up_after(state: Path) -> None:
+    """Do what a launcher that was killed could not do; nothing when it ended by itself."""
+    deadline = time.monotonic() + GROUPS_TIMEOUT
+    while state.exists() and not _sweep_groups(state) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    shutil.rmtree(state, ignore_errors=True)
 
 
 def _is_abandoned(lock: Path) -> bool:
@@ -155,4 +165,4 @@ async def launch(config: dict[str, Any]) -> AsyncIterator[Launcher]:
             if scope.cancelled_caught:
                 process.kill()
                 await process.wait()
-            await anyio.to_thread.run_sync(lambda: shutil.rmtree(config["state"], ignore_errors=True))
+            await anyio.to_thread.run_sync(_clean_up_after, Path(config["state"]))

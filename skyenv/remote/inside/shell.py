@@ -138,6 +138,7 @@ class Shell:
 
     def _prepare(self, running: Running, command: bytes) -> str:
         """Write what the shell will need and open the FIFO; returns the line that makes it run."""
+        self._reap()
         if not self.pid:
             self.spawn()
         self._count += 1
@@ -218,6 +219,18 @@ class Shell:
     def kill(self) -> None:
         """Kill everything inside; the next command finds a fresh shell."""
         processes.kill_all()
+        deadline = time.monotonic() + KILL_GRACE
+        while not self._reap() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def _reap(self) -> bool:
+        """Notice now if the shell is gone, before the loop does; True when it was."""
+        with contextlib.suppress(ChildProcessError):
+            pid, status = os.waitpid(self.pid, os.WNOHANG) if self.pid else (0, 0)
+            if pid:
+                self.died(status)
+                return True
+        return not self.pid
 
     def died(self, status: int) -> None:
         """The loop reaped the shell."""
