@@ -18,7 +18,7 @@ OURS = [line for line in COMMANDS if line.startswith(("skyenv ", "sky_trainer ")
 
 # What keeps a long command short here; it still runs the same path.
 SHORT = {
-    "sky_trainer train": ["--train.steps", "1", "--train.warm_start_steps", "2"],
+    "sky_trainer train": ["--steps", "1", "--warm_start.steps", "2"],
     "sky_trainer eval": ["--limit", "4"],
     "skyenv tasks validate": ["--id", "fahrenheit-offset"],
 }
