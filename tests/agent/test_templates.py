@@ -91,6 +91,9 @@ FAMILIES = [
     ("llama3_2", "llama3_json"),
     ("gptoss", "harmony"),
     ("gptoss_training", "harmony"),
+    ("mistral", "mistral"),
+    ("mistral", "mistral_named"),
+    ("deepseek_v31", "deepseek_v31"),
     ("bytes", "deepseek"),
     ("bytes", "deepseek_v31"),
     ("bytes", "mistral"),
@@ -204,6 +207,13 @@ def test_results_are_quoted_where_the_template_quotes_them() -> None:
         "<|call|><|start|>functions.execute_bash to=assistant<|channel|>commentary<|message|>"
         '"a \\"b\\"\\n<c>"<|end|><|start|>assistant'
     )
+
+
+def test_results_of_mistral_carry_the_id_of_their_call() -> None:
+    renderer = Renderer(tokenizer_for("mistral"), formats.get("mistral"))
+    (call,) = renderer.format.parse(renderer.format.render_call(CALL), TOOLS).calls
+    text = renderer.tokenizer.decode(renderer.observation("out", call, completion_ids=[]))
+    assert text == f"</s>[TOOL_RESULTS]{call.id}[TOOL_CONTENT]out[/TOOL_RESULTS]"
 
 
 @pytest.mark.parametrize(("end", "delta"), [("<|eos|>", ""), ("<|call|>", ""), ("", "<|end|>")])
