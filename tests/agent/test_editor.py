@@ -107,6 +107,22 @@ async def test_r15_large_file_only_by_range(desk: Desk) -> None:
     assert "too many to edit" in await desk("str_replace", old_str="0", new_str="1")
 
 
+@pytest.mark.parametrize("letter", ["z", "\u00e9", "\u4e16"])
+async def test_r15_one_giant_line(letter: str, desk: Desk) -> None:
+    """What is left out of a line is told exactly, and a character cut by the limit spoils nothing."""
+    giant = letter * (11_000_000 // len(letter.encode()))
+    desk.files.put(F, f"first\n{giant}\nlast\n".encode())
+    answer = await desk("view", view_range=[2, 2])
+    shown = answer.count(letter)
+    assert 15_000 < shown < 16_000
+    assert f"... [{(len(giant) - shown) * len(letter.encode())} more bytes in this line]" in answer
+    assert "UTF-8" not in answer
+    answer = await desk("view", view_range=[1, -1])
+    assert rows(answer) == ["     1\tfirst"]
+    assert "up to line 1 of 3" in answer
+    assert rows(await desk("view", view_range=[3, 3])) == ["     3\tlast"]
+
+
 async def test_r10_ten_edits_can_be_undone(desk: Desk) -> None:
     desk.files.put(F, b"0\n")
     for i in range(12):
