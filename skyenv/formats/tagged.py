@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from skyenv.formats.contract import CUT_OFF, MAX_CALLS, Written, refuse_foreign, reject, too_many
@@ -31,6 +32,7 @@ _WRAPPER = re.compile(r"\n?</?tool_call>\n?")
 _NEEDS_JSON = re.compile(r"</?(?:function|parameter|think|tool_call)\b|\r\Z")
 _CLOSE = "</function>"
 _JSON = " json>"
+_MOST_TAGS = 16384  # values with more are written in the JSON form, in which they hold none
 
 
 class TaggedText:
@@ -39,7 +41,7 @@ class TaggedText:
     def __init__(self, text: str, *, cut: bool, shape: str) -> None:
         self.repairs = 0
         self._text, self._cut, self._shape = text, cut, shape
-        self._tags = list(_TAG.finditer(text))
+        self._tags = list(islice(_TAG.finditer(text), _MOST_TAGS + 1))
         self._kinds = [tag.lastgroup for tag in self._tags]
         self._partner = _pair_parameters(self._kinds)
         self._prose: list[str] = []
@@ -50,6 +52,8 @@ class TaggedText:
 
     def read(self, thinking_open: bool) -> list[Written]:
         """Walk the top level: prose, thinking, calls. Raises Rejected."""
+        if len(self._tags) > _MOST_TAGS:
+            raise reject(f"The answer holds more than {_MOST_TAGS} tags.", self._shape)
         calls: list[Written] = []
         at, position = self._after_thinking(0) if thinking_open else (0, 0)
         while at < len(self._tags):

@@ -216,6 +216,7 @@ ERRORS: dict[str, tuple[str, str, FinishReason, str]] = {
     "qwen-P45-nonsense": ("qwen3_coder", plan("meta", "{'a': open('x')}"), "stop", "an object"),
     "qwen-P45-no-json": ("qwen3_coder", plan("steps", "{1, 2}"), "stop", "an array"),
     "qwen-P45-number-keys": ("qwen3_coder", plan("meta", "{1: 2}"), "stop", "an object"),
+    "qwen-too-many-tags": ("qwen3_coder", q("<parameter=x>" * 17_000), "stop", "more than 16384 tags"),
     "llama-text-after": ("llama3_json", f'{{"name": "execute_bash", "parameters": {LS}}} Done.', "stop", "follows"),
     "llama-P3": ("llama3_json", '{"name": "execute_bash", "parameters": {"command": "ls', "length", "cut off"),
     "llama-second-cut": ("llama3_json", f'{{"name": "execute_bash", "parameters": {LS}}}; {{"na', "length", "cut off"),
