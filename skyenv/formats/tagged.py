@@ -48,7 +48,8 @@ class TaggedText:
 
     def content(self) -> str:
         """The visible text read so far, without calls and wrappers."""
-        return _WRAPPER.sub("\n", "".join(self._prose)).strip()
+        visible = "".join(self._prose)
+        return (_WRAPPER.sub("\n", visible) if "tool_call>" in visible else visible).strip()
 
     def read(self, thinking_open: bool) -> list[Written]:
         """Walk the top level: prose, thinking, calls. Raises Rejected."""
