@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(str(error))
         return 2
     except SkyEnvError as error:
-        print_error(f"{type(error).__name__}: {error}")
+        print_error(str(error))
         return 1
     except KeyboardInterrupt as interrupt:
         print_error(str(interrupt) or "interrupted")

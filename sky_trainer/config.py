@@ -268,7 +268,8 @@ def unknown_key(key: str, known: Sequence[str]) -> str:
     near = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not near:
         near = [n for n in known if difflib.get_close_matches(leaf, [n.rpartition(".")[2]], cutoff=0.6)][:1]
-    return f"unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    near = near or difflib.get_close_matches(leaf, known, n=1, cutoff=0.0)
+    return f"unknown key {key!r}; did you mean {near[0]!r}?"
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:

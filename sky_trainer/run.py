@@ -39,7 +39,7 @@ from skyenv.renderer import ByteTokenizer, Renderer
 from skyenv.types import ToolSpec, Trajectory
 from skyenv.vector.progress import OnEvent, PipelineEvent
 
-CONFIG, WARM, FINAL = "config.yaml", "warm_start", "final"
+CONFIG, WARM, DONE, FINAL = "config.yaml", "warm_start", ".complete", "final"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def train(config: Config, display: Display) -> Outcome:
         stack.enter_context(display)
         portal = stack.enter_context(start_blocking_portal())
         provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
-        model, tokenizer = policy(config, checkpoint, tasks, Sandboxes(portal, provider), display)
+        model, tokenizer = policy(config, tasks, Sandboxes(portal, provider), display)
         renderer = make_renderer(tokenizer, config.rollout)
         engine = HFEngine(model, renderer.decode, renderer.stop_token_ids, seed=config.seed)
         stack.enter_context(opened(portal, engine))
@@ -146,34 +146,33 @@ def different_keys(left: Config, right: Config) -> list[str]:
     return [key for key in a if a[key] != b[key] and key != "sandbox.token"]
 
 
-def policy(
-    config: Config, checkpoint: Path | None, tasks: list[SweTask], sandboxes: Sandboxes, display: Display
-) -> tuple[Any, Any]:
-    """Model and tokenizer to start from: the checkpoint's, the warm-started ones of this run, or new ones."""
+def policy(config: Config, tasks: list[SweTask], sandboxes: Sandboxes, display: Display) -> tuple[Any, Any]:
+    """Model and tokenizer that GRPO starts from, which are also its reference: given, or warm-started by this run.
+
+    A resumed run starts from the same; the trainer then loads the checkpoint's weights into it.
+    """
     warm = config.run_dir / WARM
-    for source in (checkpoint, warm):
-        if source is not None and (source / "config.json").is_file():
-            display.stage(f"loading {source}")
-            return load_model(str(source), config.model.dtype), load_tokenizer(str(source))
-    experts = play_experts(config, tasks, sandboxes, display) if config.warm_start.steps else []
-    tools = skyenv.make(config.env.id, tasks=tasks, **config.env.options).tools
-    if config.model.path == "tiny":
-        texts = corpus((trajectory for trajectory, _ in experts), tools, make_format(config.rollout))
-        model, tokenizer = tiny_policy(config, texts, display)
-    else:
-        display.stage(f"loading {config.model.path}")
-        model, tokenizer = load_model(config.model.path, config.model.dtype), load_tokenizer(config.model.path)
-    if experts:
+    if config.warm_start.steps and not (warm / DONE).is_file():
+        experts = play_experts(config, tasks, sandboxes, display)
+        tools = skyenv.make(config.env.id, tasks=tasks, **config.env.options).tools
+        if config.model.path == "tiny":
+            texts = corpus((trajectory for trajectory, _ in experts), tools, make_format(config.rollout))
+            model, tokenizer = tiny_policy(config, texts, display)
+        else:
+            model, tokenizer = load_model(config.model.path, config.model.dtype), load_tokenizer(config.model.path)
         warm_up(config, model, tokenizer, tools, experts, display)
         model.save_pretrained(warm)
         tokenizer.save_pretrained(warm)
-    return model, tokenizer
+        (warm / DONE).touch()
+    elif config.model.path == "tiny" and not config.warm_start.steps:
+        raise ConfigError("model.path: a tiny model knows nothing and needs warm_start.steps above 0")
+    source = str(warm) if config.warm_start.steps else config.model.path
+    display.stage(f"loading {source}")
+    return load_model(source, config.model.dtype), load_tokenizer(source)
 
 
 def tiny_policy(config: Config, texts: list[str], display: Display) -> tuple[Any, Any]:
-    """A new model and a tokenizer trained on `texts`. ConfigError without any."""
-    if not texts:
-        raise ConfigError("model.path: a tiny model knows nothing and needs warm_start.steps above 0")
+    """A new model and a tokenizer trained on `texts`."""
     tokenizer = make_tokenizer(texts, config.model.vocab)
     model = make_model(tokenizer, config.model.hidden, config.model.layers, config.seed)
     size = sum(p.numel() for p in model.parameters())

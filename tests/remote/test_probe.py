@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from node_processes import SERVE_ROOTLESS, served
 
 from skyenv.remote.backends.local import probe
@@ -53,13 +57,20 @@ def test_a_machine_without_namespaces_says_what_to_change() -> None:
     assert "max_user_namespaces" in refusal
 
 
-async def test_without_an_overlay_files_are_copied(tmp_path: Path) -> None:
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A directory that every user can reach, unlike pytest's own."""
+    folder = Path(tempfile.mkdtemp(prefix="overlay-", dir="/tmp"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+async def test_without_an_overlay_files_are_copied(open_folder: Path) -> None:
     """An overlay refuses to lie on an overlay, so a state directory on one leaves only plain directories."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
     for name in ("lower", "upper", "work", "merged"):
-        (tmp_path / name).mkdir()
-    below = ["unshare", "--mount", "sh", "-c", OVERLAY, str(tmp_path)]
+        (open_folder / name).mkdir()
+    below = ["unshare", "--mount", "sh", "-c", OVERLAY, str(open_folder)]
     with served(SERVE_ROOTLESS, below=below) as (_process, url):
         async with connect(url, "secret") as client:
             health = await client.health()
