@@ -114,7 +114,7 @@ class ExecResult:
 
     `exit_code` is the shell's (128 + n for signal n), 124 when `timed_out`, -1 while `running`. `output` is stdout
     and stderr in order, decoded as UTF-8 with replacement, head and tail kept when `truncated`; `output_bytes` counts
-    all that was printed.
+    all that was printed. `cwd_missing`: the directory that the shell stands in was removed.
     """
 
     exit_code: int
@@ -127,6 +127,7 @@ class ExecResult:
     running: bool = False
     cwd: str = ""
     output_bytes: int = 0
+    cwd_missing: bool = False
 
 
 class FileInfo(NamedTuple):

@@ -346,5 +346,6 @@ def _exec_result(response: httpx.Response) -> ExecResult:
         seconds=meta["seconds"],
         running=meta.get("running", False),
         cwd=os.fsencode(meta["cwd"]).decode(errors="replace"),
+        cwd_missing=meta.get("cwd_missing", False),
         output_bytes=total,
     )

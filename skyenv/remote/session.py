@@ -39,6 +39,10 @@ INLINE = 1 << 20
 CHUNK = 1 << 18
 FILE_TIMEOUT = 600.0
 END_GRACE = 15.0
+_FIELDS = (
+    *("exit_code", "timed_out", "oom", "session_restarted", "running"),
+    *("cwd", "cwd_missing", "seconds", "head", "output_bytes"),
+)
 
 
 class Result(NamedTuple):
@@ -288,8 +292,7 @@ async def _feed(writer: int, data: bytes) -> None:
 
 
 def _exec_result(frame: Frame) -> Result:
-    fields = ("exit_code", "timed_out", "oom", "session_restarted", "running", "cwd", "seconds", "head", "output_bytes")
-    return Result({key: frame.header[key] for key in fields if key in frame.header}, frame.payload)
+    return Result({key: frame.header[key] for key in _FIELDS if key in frame.header}, frame.payload)
 
 
 def _refusal(error: dict[str, Any]) -> SkyEnvError:

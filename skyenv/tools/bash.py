@@ -161,7 +161,8 @@ class ExecuteBash:
                 "functions, aliases and other variables were not.]"
             )
         if result.cwd:
-            lines.append(f"[Current working directory: {result.cwd}]")
+            gone = "; it was removed" if result.cwd_missing else ""
+            lines.append(f"[Current working directory: {result.cwd}{gone}]")
         if not result.running:
             lines.append(f"[Command finished with exit code {result.exit_code}]")
         return "\n".join(line for line in lines if line)

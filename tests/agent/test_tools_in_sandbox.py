@@ -183,13 +183,16 @@ async def test_b18_b19_terminal_output(desk: Open) -> None:
         assert code(answer) == 0
         assert "m60" in answer
         assert code(await run("touch a; git add a; git commit")) != 0
+        assert "still running" not in await run("man ls")
 
 
 async def test_b21_deleted_directory(desk: Open) -> None:
     async with desk() as run:
         await run("mkdir /tmp/gone; cd /tmp/gone")
         await run("rm -r /tmp/gone")
-        assert output(await run("echo still here")).endswith("still here")
+        answer = await run("echo still here")
+        assert output(answer).endswith("still here")
+        assert cwd(answer) == "/tmp/gone; it was removed"
         assert code(await run("cd /tmp")) == 0
 
 

@@ -358,6 +358,7 @@ class Shell:
         total = running.capture.total
         head, data = running.capture.take()
         seconds = time.monotonic() - running.started
+        result["cwd_missing"] = not os.path.isdir(self.cwd)
         result |= {"cwd": self.cwd, "seconds": seconds, "head": head, "output_bytes": total}
         if not running.waiters:
             self.finished = (result, data)
