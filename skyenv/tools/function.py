@@ -2,7 +2,8 @@
 
 Parameters are str, int, float, bool, Literal of strings or of integers, list of these, and `| None`; one named
 `sandbox` is not part of the schema and gets the sandbox. A plain function runs in a worker thread, so that it may
-block. What the function returns is what the model sees; what it raises is a bug of its author.
+block. What the function returns is what the model sees, and so is a path that the sandbox refuses; anything else that
+it raises is a bug of its author.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import anyio.to_thread
 
 from skyenv.core import Sandbox
-from skyenv.errors import ConfigError, EnvError
+from skyenv.errors import ConfigError, EnvError, SandboxPathError
 from skyenv.types import ToolSpec
 
 _TYPES: Mapping[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -45,10 +46,13 @@ class FunctionTool:
     async def run(self, arguments: Mapping[str, Any], sandbox: Sandbox) -> str:
         """Call the function with checked arguments. EnvError when it returns something that is not text."""
         given = dict.fromkeys(self._nullable) | dict(arguments) | ({"sandbox": sandbox} if self._wants_sandbox else {})
-        if self._is_async:
-            result = await self._function(**given)
-        else:
-            result = await anyio.to_thread.run_sync(partial(self._function, **given))
+        try:
+            if self._is_async:
+                result = await self._function(**given)
+            else:
+                result = await anyio.to_thread.run_sync(partial(self._function, **given))
+        except SandboxPathError as error:
+            return f"ERROR: {error}"
         if not isinstance(result, str):
             raise EnvError(f"tool {self.spec.name!r} returned a {type(result).__name__}; it must return text")
         return result

@@ -9,7 +9,7 @@ import pytest
 
 from skyenv.core import Sandbox, Tool
 from skyenv.envs.tool_env import NoSandbox
-from skyenv.errors import ConfigError, EnvError
+from skyenv.errors import ConfigError, EnvError, SandboxPathError
 from skyenv.tools import check_arguments, tool
 
 NOWHERE: Any = NoSandbox()
@@ -97,11 +97,15 @@ async def test_the_sandbox_is_given_and_is_no_parameter() -> None:
 
     class Files:
         async def read_file(self, path: str) -> bytes:
+            if path != "/x":
+                raise SandboxPathError(2, "No such file or directory")
             return b"12345"
 
     assert measure.spec.name == "size"
     assert list(measure.spec.parameters["properties"]) == ["path"]
     assert await measure.run({"path": "/x"}, Files()) == "5 bytes"  # type: ignore[arg-type]
+    refused = await measure.run({"path": "/y"}, Files())  # type: ignore[arg-type]
+    assert refused == "ERROR: [Errno 2] No such file or directory"
 
 
 async def test_plain_functions_run_beside_the_loop() -> None:

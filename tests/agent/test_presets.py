@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import skyenv
 from skyenv.core import Sandbox, Tool
 from skyenv.envs.tool_env import NoSandbox, ToolEnv
 from skyenv.errors import ConfigError, SandboxPathError
@@ -340,3 +341,17 @@ async def test_shell_speaks_as_openhands() -> None:
 
 def test_strict_stays_the_default() -> None:
     assert isinstance(default_tools()[1], StrReplaceEditor)
+
+
+@pytest.mark.parametrize(
+    ("tools", "last"), [("openhands", "str_replace_editor"), (["terminal", "search", greet], "greet"), (greet, "greet")]
+)
+def test_the_registered_environment_takes_tools(tools: Any, last: str) -> None:
+    env = skyenv.make("SkyRL/SWE-v0", tools=tools)
+    assert [spec.name for spec in env.tools][-1] == last
+
+
+def test_a_shell_with_terminals_says_so() -> None:
+    shell = default_tools(preset="terminal")[0]
+    assert "terminal" in shell.spec.parameters["properties"]
+    assert "terminal" not in default_tools()[0].spec.parameters["properties"]
