@@ -28,6 +28,31 @@ PIECES = ("a", "b b", "\n", "\n\n", "    x = 1\n", "\tif y:\n", "`q`", "foo\n", 
 COMMANDS = ("view", "view", "str_replace", "str_replace", "insert", "undo_edit", "create")
 
 
+TREE: dict[str, bytes | None] = {
+    **{
+        "b.py": b"a\n",
+        "a/in.py": b"",
+        "a/deep/no.py": b"",
+        ".git/config": b"",
+        "empty": None,
+        "a-b/x": b"",
+        "a.c": b"",
+    },
+    **{"big.txt": b"x y\n" * 9000, FILE: b"a\n"},
+}
+FIXED = Row(
+    "fixed",
+    TREE,
+    (
+        *(Step("view", path=path) for path in (".", "empty", ".git", "a/", "big.txt", "none", "//b.py")),
+        *(Step("view", {"view_range": lines}, path=path) for path in ("big.txt", ".") for lines in ([2, 8000], [1])),
+        *(Step("str_replace", arguments, path=path) for path in ("a", "b.py") for arguments in ({}, {"old_str": "a"})),
+        *(Step("insert", arguments, path="b.py") for arguments in ({}, {"insert_line": 1}, {"new_str": "x"})),
+        *(Step("undo_edit", path=path) for path in ("a", "a.c")),
+    ),
+)
+
+
 def random_row(rng: random.Random, number: int) -> Row:
     """A file and calls on it, most of which make sense."""
     data = "".join(rng.choices(PIECES, k=rng.randrange(14))) + "\n"
@@ -70,12 +95,12 @@ async def compare(row: Row, root: str, answers: list[tuple[str, bool]], box: San
 
 
 async def run(python: str, files: int, seed: int) -> dict[str, Any]:
-    """Compare on so many files."""
+    """Compare on a tree and on so many files."""
     rng, compared, different, raised = random.Random(seed), 0, [], []
     async with skyenv.connect() as client, client.sandbox() as box:
         with driver(environment_of("openhands-aci", python), "aci") as ask, tempfile.TemporaryDirectory() as folder:
-            for number in range(files):
-                row, root = random_row(rng, number), f"{folder}/row{number}"
+            for row in [FIXED, *(random_row(rng, number) for number in range(files))]:
+                root = f"{folder}/{row.name}"
                 lay_out(row, root)
                 reply = ask(as_request(row, root))
                 if "raised" in reply:

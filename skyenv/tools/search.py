@@ -36,8 +36,9 @@ options=$(cat options)
 grep -I x /dev/null >/dev/null 2>&1; [ $? -le 1 ] && options="$options -I"
 syntax=-E; grep -P x /dev/null >/dev/null 2>&1; [ $? -le 1 ] && syntax=-P
 grep $syntax -f pattern /dev/null; [ $? -le 1 ] || exit {_BAD_PATTERN}
-find "$root" -name .git -prune -o -type f $(cat test) "$name" -print0 \\
-  | sort -z | xargs -0 grep -Hn $options $syntax -f pattern -- 2>/dev/null | head -c 400000
+skip="-name .git -o -path {_DIR} -o -path /proc -o -path /sys"
+{{ find "$root" \\( $skip \\) -prune -o -type f $(cat test) "$name" -print0 \\
+  | sort -z | xargs -0 grep -Hn $options $syntax -f pattern --; }} 2>errors | head -c 400000
 """
 
 
@@ -87,7 +88,10 @@ class Search:
             )
         if result.timed_out:
             return f"ERROR: the search took longer than {self._timeout:g} seconds. Search a smaller tree."
-        return self._show(clean(result.output).splitlines(), limit, "-C" in options)
+        shown = self._show(clean(result.output).splitlines(), limit, "-C" in options)
+        errors = (await sandbox.read_file(f"{_DIR}/errors", max_bytes=4096)).decode(errors="replace").splitlines()
+        told = [line for line in map(clean, errors) if line.strip() and "roken pipe" not in line]
+        return f"{shown}\n[Not everything could be searched: {told[0][:200]}]" if told else shown
 
     async def _plain(self, sandbox: Sandbox, root: str, name: str, pattern: str, limit: int) -> str:
         """Look for a plain text without any program inside the sandbox."""
@@ -129,7 +133,7 @@ class Search:
 
 _DESCRIPTION = """\
 Search the contents of files below a directory with a regular expression, line by line.
-* Shows `path:line:text` for each match, in the order of the paths. Binary files and `.git` are left out.
+* Shows `path:line:text` for each match, in the order of the paths. Binary files, `.git`, /proc and /sys are left out.
 * `glob` limits the files by name, such as `*.py`, or by path when it contains a slash, such as `tests/*.py`.
 * `context` also shows so many lines around each match, as `path-line-text`."""
 

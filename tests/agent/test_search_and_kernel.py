@@ -65,6 +65,10 @@ async def test_search(client: SandboxProvider) -> None:
             {"pattern": "a", "glob": ""},
         ):
             assert (await call(find, box, **wrong)).startswith("ERROR")
+        await box.write_file("/tmp/r/slow.txt", b"a" * 100 + b"!\n")
+        slow = await call(find, box, pattern="^(a|a?)+$", path="slow.txt")
+        assert slow.startswith("No matches.\n[Not everything could be searched: grep: /tmp/r/slow.txt: exceeded")
+        assert await call(find, box, pattern="^zq{3}$", path="/tmp") == "No matches."
         await box.write_file("/tmp/r/long.txt", b"needle " + b"x" * 5000 + b"\n")
         assert "more characters]" in await call(find, box, pattern="needle")
 
