@@ -14,10 +14,8 @@ def load(field: str, path: str) -> Any:
     Raises ConfigError naming `field`. Importing runs that module: configurations are trusted input.
     """
     module_name, _, name = path.partition(":")
-    try:
+    with boundary(ConfigError, f"{field}: cannot import {module_name!r}"):
         found = vars(importlib.import_module(module_name)).get(name)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{field}: cannot import {module_name!r}: {error}") from error
     if found is None:
         raise ConfigError(f"{field}: {module_name!r} has no {name!r}")
     with boundary(ConfigError, f"{field}: {path}"):
