@@ -182,9 +182,12 @@ def environment_of(name: str, python: str) -> Path:
     if not complete.exists():
         shutil.rmtree(home, ignore_errors=True)
         print(f"installing {name} into {home}", flush=True)
-        subprocess.run([python, "-m", "venv", home], check=True)
-        for packages in steps:
-            subprocess.run([interpreter, "-m", "pip", "install", "-q", "--prefer-binary", *packages], check=True)
+        try:
+            subprocess.run([python, "-m", "venv", home], check=True)
+            for packages in steps:
+                subprocess.run([interpreter, "-m", "pip", "install", "-q", "--prefer-binary", *packages], check=True)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"{name} cannot be installed ({error}); it needs the package index") from error
         complete.touch()
     return interpreter
 
