@@ -14,7 +14,10 @@ from skyenv.core import Engine, Env, SandboxProvider
 from skyenv.envs.swe.tasks import SweTask, load_tasks
 from skyenv.errors import ConfigError
 from skyenv.formats.contract import Format
+from skyenv.history import condenser
 from skyenv.renderer import Renderer, Tokenizer
+from skyenv.rollout import TurnRules
+from skyenv.stuck import stuck_rule
 from skyenv.types import Limits, SamplingParams, StopReason
 from skyenv.vector.pipeline import RolloutPipeline, StageWidths
 
@@ -45,8 +48,29 @@ def make_format(config: RolloutConfig) -> Format:
 
 
 def make_renderer(tokenizer: Tokenizer, config: RolloutConfig) -> Renderer:
-    """The renderer for a model's tokenizer. ConfigError when its chat template cannot be used exactly."""
-    return Renderer(tokenizer, make_format(config))
+    """The renderer for a model's tokenizer.
+
+    ConfigError when its chat template cannot be used exactly or knows nothing of an option for it.
+    """
+    template = str(getattr(tokenizer, "chat_template", ""))
+    for name in config.template_options:
+        if name not in template:
+            raise ConfigError(f"rollout.template_options.{name}: the model's chat template has no such variable")
+    return Renderer(tokenizer, make_format(config), history=config.history, template_options=config.template_options)
+
+
+def make_rules(config: RolloutConfig) -> TurnRules:
+    """How turns are judged, reminded and condensed."""
+    return TurnRules(
+        stuck=stuck_rule(config.stuck),
+        remind_turns=config.remind_turns,
+        remind_tokens=config.remind_tokens,
+        remind_seconds=config.remind_seconds,
+        observation_tokens=config.observation_tokens,
+        condenser=condenser(config.condenser),
+        condense_tokens=config.condense_tokens,
+        condense_turns=config.condense_turns,
+    )
 
 
 def make_pipeline(
@@ -82,6 +106,7 @@ def make_pipeline(
         renderer=renderer,
         limits=limits,
         sampling=SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens_per_turn),
+        rules=make_rules(rollout),
         widths=widths,
         stop_policy={StopReason(reason): action for reason, action in rollout.stop_policy.items()},
         **options,
@@ -97,5 +122,17 @@ def probe_environment(env: EnvConfig, tasks: Sequence[SweTask]) -> None:
 
 
 def with_scripts(rollout: RolloutConfig) -> RolloutConfig:
-    """The rollout settings under which a script is never cut short: bytes are tokens, patches may be long."""
-    return dataclasses.replace(rollout, max_tokens_per_turn=1 << 20, max_context=1 << 24, max_turns=1000)
+    """The rollout settings under which a script is never cut short: bytes are tokens, patches may be long.
+
+    A script remembers everything, and no condenser may ask it for a summary.
+    """
+    return dataclasses.replace(
+        rollout,
+        max_tokens_per_turn=1 << 20,
+        max_context=1 << 24,
+        max_turns=1000,
+        observation_tokens=0,
+        condenser="none",
+        condense_tokens=0,
+        condense_turns=0,
+    )

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|torch)\.")
     arguments, rest = build_parser().parse_known_args(argv)
     try:
-        if rest and arguments.run is not train.run:
+        if rest and arguments.run not in (train.run, evaluate.run):
             raise ConfigError(f"unknown argument {rest[0]!r}; see sky_trainer {arguments.command} --help")
         arguments.overrides = rest
         status: int = arguments.run(arguments)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,9 +19,15 @@ from typing import Any, Literal
 
 import yaml
 
+from skyenv import formats
 from skyenv.errors import ConfigError
+from skyenv.formats import NativeFormat
+from skyenv.history import condenser
+from skyenv.renderer import HistoryPolicy
 from skyenv.types import StopReason
 from skyenv.vector.stopping import StopAction, check_stop_policy
+
+_RENDERERS_OWN = frozenset({"conversation", "messages", "tools", "tokenize", "add_generation_prompt"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +72,16 @@ class RolloutConfig:
     """How trajectories are made. Seconds and tokens; one optimizer step trains on groups_per_step x group_size.
 
     `concurrency` bounds live sandboxes, `init_concurrency` and `eval_concurrency` their set-ups and gradings at a time.
-    `describe_tools` names: the prompt only names the tools. `stop_policy` maps a stop reason to keep, mask, zero,
-    penalty or a number that is taken off the reward.
+    `format` and `condenser` are names or `package.module:Name` of one's own. `describe_tools` names: the prompt only
+    names the tools. `history`, `template_options` are those of `skyenv.renderer.Renderer`; the condenser, its
+    thresholds, reminders and the cut of observations those of `skyenv.rollout.TurnRules`, 0 for none; `stuck` is a
+    preset of `skyenv.stuck`. `stop_policy` maps a stop reason to keep, mask, zero, penalty or a number that is taken
+    off the reward. `segments` last: of a rollout whose history was rewritten only the last segment trains.
     """
 
     format: str = "hermes"
+    history: HistoryPolicy = "keep"
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     describe_tools: Literal["full", "names"] = "full"
     group_size: int = 8
     groups_per_step: int = 4
@@ -78,6 +90,14 @@ class RolloutConfig:
     max_tokens_per_turn: int = 1024
     max_context: int = 16384
     wall_clock: float = 1800.0
+    observation_tokens: int = 0
+    remind_turns: int = 0
+    remind_tokens: int = 0
+    remind_seconds: float = 0.0
+    condenser: str = "none"
+    condense_tokens: int = 0
+    condense_turns: int = 0
+    stuck: Literal["strict", "skyrl", "off"] = "strict"
     concurrency: int = 32
     init_concurrency: int = 8
     eval_concurrency: int = 8
@@ -179,10 +199,15 @@ def _next_override(words: list[str]) -> tuple[str, str]:
     return key, words.pop(0)
 
 
-def from_mapping(data: Mapping[str, Any]) -> Config:
-    """Build and check a Config from nested mappings. Raises ConfigError naming the field and the fix."""
+def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
+    """Build and check a Config from nested mappings. Raises ConfigError naming the field and the fix.
+
+    What only training forbids, such as several segments a rollout, passes without `training`.
+    """
     config: Config = _build(Config, data, "")
-    _check(config)
+    _check_rollout(config.rollout)
+    if training:
+        _check_training(config)
     return config
 
 
@@ -212,25 +237,47 @@ def flat(config: Config) -> dict[str, Any]:
     return values
 
 
-def _check(config: Config) -> None:
+def _check_rollout(rollout: RolloutConfig) -> None:
+    values = dataclasses.asdict(rollout)
+    positive = ("max_turns", "max_tokens_per_turn", "wall_clock", "concurrency", "init_concurrency", "eval_concurrency")
+    or_zero = ("observation_tokens", "remind_turns", "remind_tokens", "remind_seconds", "condense_tokens")
+    _check_least({f"rollout.{name}": (values[name], 1) for name in positive})
+    _check_least({f"rollout.{name}": (values[name], 0) for name in (*or_zero, "condense_turns")})
+    if rollout.max_context <= rollout.max_tokens_per_turn:
+        raise ConfigError(
+            f"rollout.max_context is {rollout.max_context}; it must be above rollout.max_tokens_per_turn, which is"
+            f" {rollout.max_tokens_per_turn}, or no prompt fits beside an answer"
+        )
+    if rollout.condense_turns == 1:
+        raise ConfigError("rollout.condense_turns is 1; it must be at least 2, since the last turn stays, or 0")
+    for name in _RENDERERS_OWN.intersection(rollout.template_options):
+        raise ConfigError(f"rollout.template_options.{name}: the renderer sets it itself; leave it out")
+    try:
+        check_stop_policy(typing.cast("Mapping[StopReason, StopAction]", rollout.stop_policy))
+        native = isinstance(formats.get(rollout.format), NativeFormat)
+        condensing = condenser(rollout.condenser) is not None
+    except ConfigError as error:
+        raise ConfigError(f"rollout.{error}") from error
+    if native and rollout.describe_tools == "names":
+        raise ConfigError(f"rollout.describe_tools is names, but {rollout.format} writes no tools; set it to full")
+    for name in ("condense_tokens", "condense_turns"):
+        if values[name] and not condensing:
+            raise ConfigError(f"rollout.{name} is {values[name]}, but rollout.condenser is none; name one or write 0")
+
+
+def _check_training(config: Config) -> None:
     rollout = config.rollout
-    at_least = {
-        "steps": (config.steps, 1),
-        "save_every": (config.save_every, 1),
-        "micro_batch": (config.micro_batch, 1),
-        "rollout.group_size": (rollout.group_size, 2),
-        "rollout.groups_per_step": (rollout.groups_per_step, 1),
-        "rollout.max_turns": (rollout.max_turns, 1),
-        "rollout.max_tokens_per_turn": (rollout.max_tokens_per_turn, 1),
-        "rollout.concurrency": (rollout.concurrency, 1),
-        "rollout.init_concurrency": (rollout.init_concurrency, 1),
-        "rollout.eval_concurrency": (rollout.eval_concurrency, 1),
-        "warm_start.steps": (config.warm_start.steps, 0),
-        "warm_start.batch_size": (config.warm_start.batch_size, 1),
-    }
-    for key, (value, least) in at_least.items():
-        if value < least:
-            raise ConfigError(f"{key} is {value}; it must be at least {least}")
+    _check_least(
+        {
+            "steps": (config.steps, 1),
+            "save_every": (config.save_every, 1),
+            "micro_batch": (config.micro_batch, 1),
+            "rollout.group_size": (rollout.group_size, 2),
+            "rollout.groups_per_step": (rollout.groups_per_step, 1),
+            "warm_start.steps": (config.warm_start.steps, 0),
+            "warm_start.batch_size": (config.warm_start.batch_size, 1),
+        }
+    )
     if rollout.temperature <= 0:
         raise ConfigError(f"rollout.temperature is {rollout.temperature}; training needs a positive one, usually 1.0")
     if config.rows_per_step % config.micro_batch:
@@ -238,7 +285,29 @@ def _check(config: Config) -> None:
             f"micro_batch is {config.micro_batch}, which does not divide the {config.rows_per_step} rows of a step"
             " (rollout.group_size x rollout.groups_per_step)"
         )
-    check_stop_policy(typing.cast("Mapping[StopReason, StopAction]", rollout.stop_policy))
+    if isinstance(formats.get(rollout.format), NativeFormat):
+        raise ConfigError(
+            f"rollout.format is {rollout.format}, whose calls a server reports beside the text; training needs one"
+            " written as text, such as hermes"
+        )
+    _check_segments(rollout)
+
+
+def _check_segments(rollout: RolloutConfig) -> None:
+    """Several segments a rollout are refused before the first one is made."""
+    splitting = [("rollout.history", rollout.history, "keep"), ("rollout.condenser", rollout.condenser, "none")]
+    for key, value, whole in splitting:
+        if value != whole and rollout.segments == "refuse":
+            raise ConfigError(
+                f"{key} is {value}, which makes several segments of a rollout, but TRL trains one row a rollout; set"
+                f" rollout.segments to last, which trains on the last segment alone, or {key} to {whole}"
+            )
+
+
+def _check_least(numbers: Mapping[str, tuple[float, float]]) -> None:
+    for key, (value, least) in numbers.items():
+        if value < least:
+            raise ConfigError(f"{key} is {value}; it must be at least {least}")
 
 
 def _build(kind: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
@@ -287,6 +356,8 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if origin is types.UnionType:
         return None if value is None else _convert(arguments[0], value, key)
     if origin is Literal:
+        if value is False and "off" in arguments:  # how YAML reads a bare off
+            value = "off"
         if value not in arguments:
             raise ConfigError(f"{key} is {value!r}; it must be one of {', '.join(map(str, arguments))}")
         return value
@@ -305,7 +376,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
 def _scalar(hint: type[Any], value: Any, key: str) -> Any:
     if hint is float:
         number = as_float(value)
-        if number is None:
+        if number is None or not math.isfinite(number):
             raise ConfigError(f"{key} is {value!r}; write a number such as 0.5")
         return number
     if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
@@ -323,5 +394,5 @@ def as_float(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -17,14 +17,14 @@ from skyenv.types import Trajectory
 COLUMNS: dict[str, tuple[str, str]] = {
     "step": ("step", "{:.0f}"),
     "reward": ("reward", "{:.3f}"),
-    "resolved": ("rollout/resolved", "{:.0%}"),
+    "solved": ("rollout/resolved", "{:.0%}"),
     "masked": ("rollout/masked", "{:.0%}"),
     "turns": ("rollout/turns", "{:.1f}"),
     "tokens": ("rollout/sampled_tokens", "{:.0f}"),
     "entropy": ("entropy", "{:.3f}"),
     "grad": ("grad_norm", "{:.2f}"),
-    "is ratio": ("sampling/importance_sampling_ratio/mean", "{:.4f}"),
-    "step s": ("step_seconds", "{:.1f}"),
+    "ratio": ("sampling/importance_sampling_ratio/mean", "{:.4f}"),
+    "s/step": ("step_seconds", "{:.1f}"),
     "total s": ("elapsed", "{:.0f}"),
 }
 BARS = " ▁▂▃▄▅▆▇█"
@@ -83,9 +83,9 @@ class Display:
             self._console.print("  ".join(cells), highlight=False, soft_wrap=True)
 
     def _render(self) -> Group:
-        table = Table(title=self._title, title_justify="left", expand=False)
+        table = Table(title=self._title, title_justify="left", box=None, padding=(0, 1, 0, 0))
         for name in COLUMNS:
-            table.add_column(name, justify="right")
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self._rows:
             table.add_row(*(_cell(row, key, form) for key, form in COLUMNS.values()))
         done = int(self._rows[-1]["step"]) if self._rows else 0

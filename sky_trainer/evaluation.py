@@ -24,6 +24,7 @@ from skyenv.engines.openai import OpenAIEngine
 from skyenv.engines.scripted import Script, ScriptedEngine
 from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import ConfigError
+from skyenv.formats import NativeFormat
 from skyenv.renderer import ByteTokenizer, Renderer
 from skyenv.trajectory_io import append_trajectories
 from skyenv.types import Trajectory
@@ -90,11 +91,15 @@ async def _record(path: Path, trajectory: Trajectory) -> None:
 async def _open_pipeline(plan: EvalPlan, provider: SandboxProvider, stack: AsyncExitStack) -> RolloutPipeline:
     policy, rollout = plan.policy, plan.rollout
     engine: Engine
+    native = isinstance(make_format(rollout), NativeFormat)
     if policy.name == "hf":
+        if native:
+            raise ConfigError(f"--format {rollout.format} needs --policy openai: a server reports its calls")
         engine, renderer = await _hf_engine(policy.model, rollout, plan.seed, stack)
     elif policy.name == "openai":
-        engine = await stack.enter_async_context(OpenAIEngine(policy.url, policy.model))
         renderer = await _renderer_for_server(policy.model, rollout)
+        flavour: Literal["chat", "auto"] = "chat" if native else "auto"
+        engine = await stack.enter_async_context(OpenAIEngine(policy.url, policy.model, flavour=flavour))
     else:
         rollout = with_scripts(rollout)
         renderer = Renderer(ByteTokenizer(), make_format(rollout))
@@ -131,7 +136,9 @@ async def _renderer_for_server(model: str, rollout: RolloutConfig) -> Renderer:
         from sky_trainer.models import load_tokenizer
 
         return make_renderer(await anyio.to_thread.run_sync(load_tokenizer, model), rollout)
-    return Renderer(ByteTokenizer(), make_format(rollout))
+    if rollout.template_options:
+        raise ConfigError("rollout.template_options: they need --model, a directory that holds the model's tokenizer")
+    return make_renderer(ByteTokenizer(), rollout)
 
 
 def scores(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:

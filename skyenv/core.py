@@ -76,16 +76,27 @@ class Shell(Protocol):
         timeout: float = 60.0,
         soft_timeout: float | None = None,
         max_output_bytes: int = 1 << 20,
+        terminal: bool = False,
     ) -> ExecResult:
         """Run `command` in the session shell, at most `timeout` seconds, then interrupt and kill it.
 
         With `soft_timeout`, return with `running=True` when nothing new was printed for so many seconds; the command
         goes on until `timeout` and is followed with `poll`. Raises `EnvError` while an earlier command is running.
+        On a `terminal` it runs in a shell of its own, which starts where the session is and changes nothing in it, and
+        takes `send_input`.
         """
         ...
 
     async def poll(self, *, soft_timeout: float | None = None) -> ExecResult:
         """Wait for the running command as `exec` does; only output not returned before. `EnvError` when idle."""
+        ...
+
+    async def send_input(self, text: str, *, soft_timeout: float | None = None) -> ExecResult:
+        """Type `text` as it is into the running command's terminal, then wait as `poll` does.
+
+        A line ends with a newline; C-c is U+0003, C-d U+0004. `EnvError` when idle, when the command has no terminal,
+        or when it does not read and the terminal is full.
+        """
         ...
 
     async def interrupt(self) -> ExecResult:
@@ -155,6 +166,7 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class Tool(Protocol):
     """A tool of an environment. Whatever the model does wrong is an answer, not an exception."""
 

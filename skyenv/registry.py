@@ -135,7 +135,7 @@ def make_swe_vector(
     )
 
 
-_SWE_KEYWORDS = ("tasks", "max_turns", "observation_max_chars", "reward", "prompt", "render_mode")
+_SWE_KEYWORDS = ("tasks", "max_turns", "observation_max_chars", "reward", "prompt", "tools", "render_mode")
 
 
 def _check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -2,8 +2,9 @@
 
 Invariants: ids only ever grow at their end, and what stands under mask 1 is byte for byte what the engine returned; a
 segment never outgrows `Limits.max_context` and ends with a sampled id (an observation that no generation follows stays
-in its turn alone). Everything that the policy does wrong comes back to it as an observation; only infrastructure and
-authors' bugs raise. The caller owns the environment and evaluates it, whatever reason ended the run.
+in its turn alone). History is condensed, where a condenser is given, before it would overflow. Everything that the
+policy does wrong comes back to it as an observation; only infrastructure and authors' bugs raise. The caller owns the
+environment and evaluates it, whatever reason ended the run.
 """
 
 from __future__ import annotations
@@ -15,23 +16,14 @@ from dataclasses import dataclass, field, replace
 
 import anyio
 
+from skyenv.context import Context
 from skyenv.core import Engine, Env
 from skyenv.errors import ConfigError, EngineError, EnvError, SandboxError, boundary
-from skyenv.formats import Parsed, get
+from skyenv.formats import NativeFormat, Parsed, get
+from skyenv.history import Condenser, History, Room
 from skyenv.renderer import ByteTokenizer, Renderer
 from skyenv.stuck import STRICT, StuckDetector, StuckRule
-from skyenv.types import (
-    Completion,
-    Limits,
-    Message,
-    SamplingParams,
-    Segment,
-    Step,
-    StopReason,
-    ToolCall,
-    Trajectory,
-    Turn,
-)
+from skyenv.types import Completion, Limits, Message, SamplingParams, Step, StopReason, ToolCall, Trajectory, Turn
 
 FINISH = "finish"
 CUT_OFF = "Your answer was cut off after {tokens} tokens and nothing was run. Use smaller steps."
@@ -39,7 +31,10 @@ NUDGE = "No tool call found. Continue the task with one tool call, or call finis
 FINISH_ALONE = "finish must be the only call of its turn. Nothing was run."
 FIRST_ONLY = "[Only the first of {calls} calls was run. Make one call per turn.]"
 TURNS_LEFT = "[{turns} turns left. Call finish before they run out.]"
+TOKENS_LEFT = "[About {tokens} tokens of context left. Finish before they run out.]"
+SECONDS_LEFT = "[{seconds} seconds left. Finish before they run out.]"
 STUCK_WARNING = "[You repeat yourself: {what}. Try something else.]"
+LEAST_PROGRESS = 0.1
 
 
 def byte_renderer() -> Renderer:
@@ -52,14 +47,25 @@ class TurnRules:
     """How turns are judged.
 
     `stuck` None switches that rule off; with `warn_stuck` the first hit is told to the policy and the second ends the
-    run. `all_calls` runs every call of a turn in order instead of the first alone. From `remind_turns` turns left on,
-    observations say how many remain (0: never).
+    run. `all_calls` runs every call of a turn in order instead of the first alone. From `remind_turns` turns,
+    `remind_tokens` tokens of context or `remind_seconds` of the agent's clock left on, observations say how many remain
+    (0: never). Observations of a turn are cut to `observation_tokens`, head and tail kept (0: as long as they come).
+
+    `condenser` shortens the history before it would overflow the context, and also from `condense_tokens` tokens or
+    `condense_turns` turns in view on (0: no such threshold), to about half of what may stand behind the prompt. Where
+    it saves less than a tenth it is not asked again at a threshold.
     """
 
     stuck: StuckRule | None = STRICT
     warn_stuck: bool = False
     all_calls: bool = False
     remind_turns: int = 0
+    remind_tokens: int = 0
+    remind_seconds: float = 0.0
+    observation_tokens: int = 0
+    condenser: Condenser | None = None
+    condense_tokens: int = 0
+    condense_turns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,11 @@ class RolloutOptions:
             )
         if limits.max_turns < 1 or limits.max_nudges < 1:
             raise ConfigError("limits: max_turns and max_nudges must be at least 1")
+        rules = self.rules
+        if rules.condenser is None and (rules.condense_tokens or rules.condense_turns):
+            raise ConfigError("rules.condenser: a threshold is set but no condenser; see skyenv.history")
+        if rules.condense_turns == 1 or min(rules.condense_turns, rules.condense_tokens, rules.observation_tokens) < 0:
+            raise ConfigError("rules: condense_turns must be 0 or at least 2, and no number of tokens negative")
 
     @property
     def answer_budget(self) -> int:
@@ -104,6 +115,8 @@ async def rollout(
     with anyio.move_on_after(options.limits.wall_clock):
         reason = await episode.play()
     trajectory.stop_reason = reason
+    if reason is not StopReason.FINISH:
+        trajectory.counters["no_finish"] = 1
     return reason
 
 
@@ -141,59 +154,85 @@ class _Episode:
         self.env, self.engine, self.renderer = env, engine, renderer
         self.trajectory, self.options = trajectory, options
         self.detector = StuckDetector(options.rules.stuck) if options.rules.stuck else None
-        self.warned = False
+        self.started = anyio.current_time()
+        self.warned = self.stalled = self.cut_off = False
         self.turns_without_call = 0
-        self.pending: list[int] = []  # the delta that the next generation will see
-        self.cut_off = False
         with boundary(EnvError, "env.prompt"):
             trajectory.prompt = tuple(env.prompt)
-        self.messages: list[Message] = list(renderer.conversation(trajectory.prompt, env.tools))
-        trajectory.prompt_hash = renderer.prompt_hash(trajectory.prompt, env.tools)
-        trajectory.segments.append(Segment())
-        self.pending = list(renderer.prompt(trajectory.prompt, env.tools))
+        self.context = Context(renderer, trajectory, env.tools)
+        self._count = self.context.count
 
     async def play(self) -> StopReason:
         """Turns until something ends the episode."""
         while True:
-            stop = self._exhausted() or await self._turn()
+            stop = await self._exhausted() or await self._turn()
             if stop is not None:
                 return stop
 
-    @property
-    def segment(self) -> Segment:
-        return self.trajectory.segments[-1]
-
-    def _count(self, name: str, amount: int = 1) -> None:
-        self.trajectory.counters[name] = self.trajectory.counters.get(name, 0) + amount
-
-    def _exhausted(self) -> StopReason | None:
+    async def _exhausted(self) -> StopReason | None:
         """The budget that forbids another turn: the whole answer must fit behind what is pending."""
-        limits = self.options.limits
+        limits, rules = self.options.limits, self.options.rules
         if len(self.trajectory.turns) >= limits.max_turns:
             return StopReason.MAX_TURNS
-        needed = len(self.segment.token_ids) + len(self.pending) + self.options.answer_budget
-        if needed > limits.max_context:
+        usable = limits.max_context - self.options.answer_budget
+        if rules.condenser is not None and (self.context.size > usable or self._over_threshold()):
+            await self._condense(rules.condenser, usable)
+        if self.context.size > usable:
             return StopReason.MAX_TOKENS if self.cut_off else StopReason.CONTEXT
         return None
+
+    def _over_threshold(self) -> bool:
+        rules, context = self.options.rules, self.context
+        if self.stalled:
+            return False
+        turns = len(context.history.exchanges)
+        return 0 < rules.condense_tokens <= context.size or 0 < rules.condense_turns <= turns
+
+    async def _condense(self, condenser: Condenser, usable: int) -> None:
+        """Rewrite the history when the condenser makes it shorter by a tenth at least."""
+        history, before = self.context.history, self.context.size
+        if not history.exchanges:
+            return
+        prompt = self.context.tokens(History(()))
+        target = (prompt + min(usable, self.options.rules.condense_tokens or usable)) // 2
+        with boundary(EnvError, "condenser"):
+            shorter = await condenser.condense(history, Room(target, self.context.tokens, self._ask))
+        if not shorter.exchanges:
+            raise EnvError("condenser: it returned an empty history; the last exchange must stay")
+        self.stalled = self.context.tokens(shorter) - prompt > (1 - LEAST_PROGRESS) * (before - prompt)
+        if self.stalled:
+            self._count("condensations_without_progress")
+        else:
+            self.context.rewrite(shorter)
+
+    async def _ask(self, question: str, text: str) -> str:
+        """The model's answer to a question about a text; "" when there is no room to ask."""
+        room = self.options.limits.max_context - self.options.answer_budget
+        room -= len(self.renderer.prompt([Message("user", f"{question}\n\n")], ())) + 64
+        if room < 1:
+            return ""
+        messages = (Message("user", f"{question}\n\n{self.renderer.clip(text, room)}"),)
+        ids = tuple(self.renderer.prompt(messages, ()))
+        if len(ids) + self.options.answer_budget > self.options.limits.max_context:
+            return ""
+        completion = await self._generate(ids, messages, anyio.current_time() + self.options.limits.turn_timeout)
+        self._count("summaries")
+        sampled = completion.token_ids or self.renderer.encode(completion.text)
+        return self.renderer.decode(self.renderer.without_thinking(list(sampled)))
 
     async def _turn(self) -> StopReason | None:
         """Generate, run what was asked for, and prepare the observation."""
         deadline = anyio.current_time() + self.options.limits.turn_timeout
         started = anyio.current_time()
-        completion = await self._generate(deadline)
+        completion = await self._generate(self.context.ids, tuple(self.context.messages), deadline)
         generated = anyio.current_time()
-        text, ids = self._append(completion)
-        parsed = self.renderer.format.parse(
-            text,
-            self.env.tools,
-            finish_reason=completion.finish_reason,
-            thinking_open=self.renderer.thinking_open,
-        )
+        text, ids = self.context.append(completion)
+        parsed = self._parse(text, completion)
         turn = Turn(
             text, tuple(parsed.calls), "", completion.finish_reason, completion.policy_version, generated - started, 0.0
         )
         self.trajectory.turns.append(turn)
-        answer = self._with_reminder(await self._answer(parsed, completion, deadline))
+        answer = self._with_reminder(self._clipped(await self._answer(parsed, completion, deadline)), ids)
         self.trajectory.turns[-1] = replace(
             turn,
             observation=answer.observation,
@@ -201,10 +240,18 @@ class _Episode:
             step_seconds=anyio.current_time() - generated,
         )
         if answer.stop is None:
-            self._observe(text, answer, ids)
+            self.context.observe(text, ids, answer.results, completion)
         return answer.stop
 
-    async def _generate(self, deadline: float) -> Completion:
+    def _parse(self, text: str, completion: Completion) -> Parsed:
+        """The calls of an answer, from what the server reported beside the text or from the text."""
+        format, reason = self.renderer.format, completion.finish_reason
+        if completion.calls and isinstance(format, NativeFormat):
+            return format.parse_native(text, completion.calls, self.env.tools, finish_reason=reason)
+        opened = self.renderer.thinking_open
+        return format.parse(text, self.env.tools, finish_reason=reason, thinking_open=opened)
+
+    async def _generate(self, ids: tuple[int, ...], messages: tuple[Message, ...], deadline: float) -> Completion:
         """One completion, checked against what was asked for."""
         sampling = self.options.sampling
         seed = sampling.seed
@@ -218,7 +265,6 @@ class _Episode:
             stop_token_ids=sampling.stop_token_ids or tuple(self.renderer.stop_token_ids),
             seed=seed,
         )
-        ids, messages = (*self.segment.token_ids, *self.pending), tuple(self.messages)
         with anyio.CancelScope(deadline=deadline), boundary(EngineError, "engine"):
             completion = await self.engine.generate(ids, wanted, messages=messages, session_id=self._session_id)
             return _checked(completion, wanted.max_tokens)
@@ -229,29 +275,12 @@ class _Episode:
         trajectory = self.trajectory
         return f"{trajectory.task_id}#{trajectory.group_id}.{trajectory.sample_index}.{trajectory.attempts}"
 
-    def _append(self, completion: Completion) -> tuple[str, Sequence[int]]:
-        """Put what the engine saw and what it answered into the segment; returns the answer's text and ids.
-
-        Text without ids is tokenised here: mask 0, and the trajectory is no longer exact.
-        """
-        self.segment.append_context(self.pending)
-        self.pending = []
-        if completion.token_ids:
-            self.segment.append_sampled(completion.token_ids, completion.logprobs)
-            return self.renderer.decode(completion.token_ids), completion.token_ids
-        ids = self.renderer.encode(completion.text) if completion.text else []
-        self.segment.append_context(ids)
-        self.trajectory.exact = self.trajectory.exact and not ids
-        self._count("text_tokens", len(ids))
-        return completion.text, ids
-
     async def _answer(self, parsed: Parsed, completion: Completion, deadline: float) -> _Answer:
         """Run the calls of a turn, or say what is wrong with it."""
         self.cut_off = completion.finish_reason == "length" and not parsed.calls
         if self.cut_off:
             self._count("cut_off")
-            text = parsed.error or CUT_OFF.format(tokens=self.options.answer_budget)
-            return _Answer.refused(text)
+            return _Answer.refused(parsed.error or CUT_OFF.format(tokens=self.options.answer_budget))
         calls, error = list(parsed.calls), parsed.error
         if not calls and error is None:
             return self._nudge()
@@ -313,19 +342,33 @@ class _Episode:
             return answer.with_note(STUCK_WARNING.format(what=what))
         return replace(answer, stop=StopReason.STUCK)
 
-    def _with_reminder(self, answer: _Answer) -> _Answer:
-        """Add what the policy must know of its budget."""
-        left = self.options.limits.max_turns - len(self.trajectory.turns)
-        if answer.stop is not None or not 0 < left <= self.options.rules.remind_turns:
+    def _clipped(self, answer: _Answer) -> _Answer:
+        """The results within their budget of tokens, which they share."""
+        budget = self.options.rules.observation_tokens
+        if not budget or not answer.results:
             return answer
-        return answer.with_note(TURNS_LEFT.format(turns=left))
+        share = max(1, budget // len(answer.results))
+        results = tuple((self.renderer.clip(text, share), call) for text, call in answer.results)
+        self._count("clipped_observations", sum(a != b for a, b in zip(results, answer.results, strict=True)))
+        return replace(answer, results=results)
 
-    def _observe(self, text: str, answer: _Answer, ids: Sequence[int]) -> None:
-        """Make the observation the next generation's context."""
-        self.pending = list(self.renderer.observations(answer.results, completion_ids=ids))
-        self._count("observation_tokens", len(self.pending))
-        self.messages.append(Message("assistant", text))
-        self.messages += [self.renderer.format.observation(*result) for result in answer.results]
+    def _with_reminder(self, answer: _Answer, ids: Sequence[int]) -> _Answer:
+        """Add what the policy must know of its budgets."""
+        limits, rules = self.options.limits, self.options.rules
+        if answer.stop is not None:
+            return answer
+        turns = limits.max_turns - len(self.trajectory.turns)
+        if 0 < turns <= rules.remind_turns:
+            answer = answer.with_note(TURNS_LEFT.format(turns=turns))
+        if rules.remind_tokens:
+            delta = self.renderer.observations(answer.results, completion_ids=ids)
+            tokens = limits.max_context - self.context.size - len(delta)
+            if 0 < tokens <= rules.remind_tokens:
+                answer = answer.with_note(TOKENS_LEFT.format(tokens=tokens))
+        seconds = limits.wall_clock - (anyio.current_time() - self.started)
+        if 0 < seconds <= rules.remind_seconds:
+            answer = answer.with_note(SECONDS_LEFT.format(seconds=round(seconds)))
+        return answer
 
 
 def _env_stop(step: Step) -> StopReason | None:

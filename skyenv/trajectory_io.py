@@ -88,7 +88,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
         "counters": trajectory.counters,
         "prompt_hash": trajectory.prompt_hash,
         "verdict": trajectory.verdict,
-        "prompt": [asdict(message) for message in trajectory.prompt],
+        "prompt": [{"role": m.role, "content": m.content, "name": m.name} for m in trajectory.prompt],
         "turns": [_turn_to_json(turn) for turn in trajectory.turns],
         "segments": segments,
     }

@@ -20,10 +20,23 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool, as the model meant it. `arguments` are JSON values."""
+    """One call of a tool, as the model meant it. `arguments` are JSON values.
+
+    `id` links a result to its call in formats that have ids; it says nothing about what is called.
+    """
 
     name: str
     arguments: Mapping[str, Any]
+    id: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """One call as a server reported it beside the text, not yet checked: `arguments` is JSON text or a value."""
+
+    id: str
+    name: str
+    arguments: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +50,18 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message. `name` is the tool's name on a message of role `tool`."""
+    """One chat message. `name` is the tool's name on a message of role `tool`.
+
+    The last three are for servers that take calls beside text: an assistant's `calls`, the `call_id` that a tool
+    message answers, and on the first message the `tools` that may be called.
+    """
 
     role: Role
     content: str
     name: str | None = None
+    calls: tuple[NativeCall, ...] = ()
+    call_id: str = ""
+    tools: tuple[ToolSpec, ...] = ()
 
 
 class Step(NamedTuple):
@@ -71,7 +91,8 @@ class Completion:
     """What an engine sampled for one prompt.
 
     `token_ids` and `logprobs` have equal length and are exactly what was sampled; both are empty when the server
-    returns text only, and then `text` is all there is and the trajectory is not exact.
+    returns text only, and then `text` is all there is and the trajectory is not exact. `calls` are those that such a
+    server reports beside its text.
     """
 
     text: str
@@ -80,6 +101,7 @@ class Completion:
     finish_reason: FinishReason = "stop"
     policy_version: int = 0
     seconds: float = 0.0
+    calls: tuple[NativeCall, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -92,7 +114,7 @@ class ExecResult:
 
     `exit_code` is the shell's (128 + n for signal n), 124 when `timed_out`, -1 while `running`. `output` is stdout
     and stderr in order, decoded as UTF-8 with replacement, head and tail kept when `truncated`; `output_bytes` counts
-    all that was printed.
+    all that was printed. `cwd_missing`: the directory that the shell stands in was removed.
     """
 
     exit_code: int
@@ -105,6 +127,7 @@ class ExecResult:
     running: bool = False
     cwd: str = ""
     output_bytes: int = 0
+    cwd_missing: bool = False
 
 
 class FileInfo(NamedTuple):

@@ -19,9 +19,13 @@ LAYERS: dict[str, set[str]] = {
     "skyenv.types": set(),
     "skyenv.errors": set(),
     "skyenv.core": {"skyenv.types", "skyenv.errors"},
-    "skyenv.formats": CORE | {"skyenv.formats", "skyenv.tools"},
-    "skyenv.renderer": CORE | {"skyenv.formats"},
-    "skyenv.tools": CORE | {"skyenv.tools"},
+    "skyenv.plugins": {"skyenv.errors"},
+    "skyenv.formats": CORE | {"skyenv.formats", "skyenv.tools", "skyenv.plugins"},
+    "skyenv.tokenizer": CORE,
+    "skyenv.renderer": CORE | {"skyenv.formats", "skyenv.tokenizer"},
+    "skyenv.history": CORE | {"skyenv.plugins"},
+    "skyenv.context": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.history"},
+    "skyenv.tools": CORE | {"skyenv.tools", "skyenv.plugins"},
     "skyenv.rewards": CORE,
     "skyenv.stuck": CORE,
     "skyenv.engines": CORE | {"skyenv.engines", "skyenv.renderer"},
@@ -32,7 +36,8 @@ LAYERS: dict[str, set[str]] = {
     "skyenv.spaces": CORE,
     "skyenv.envs": CORE
     | {"skyenv.envs", "skyenv.tools", "skyenv.formats", "skyenv.portal", "skyenv.spaces", "skyenv.rewards"},
-    "skyenv.rollout": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.stuck"},
+    "skyenv.rollout": CORE
+    | {"skyenv.renderer", "skyenv.formats", "skyenv.stuck", "skyenv.context", "skyenv.history"},
     "skyenv.vector": CORE
     | {"skyenv.vector", "skyenv.rollout", "skyenv.renderer", "skyenv.rewards", "skyenv.portal", "skyenv.stuck"},
     "skyenv": {"skyenv"},

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import anyio
 
 from sky_trainer.assembly import choose_tasks
 from sky_trainer.commands.output import print_json, print_line
-from sky_trainer.config import EnvConfig, RolloutConfig, SandboxConfig, TasksConfig
+from sky_trainer.config import SandboxConfig, TasksConfig, from_mapping, with_overrides
 from sky_trainer.evaluation import POLICIES, EvalPlan, Policy, evaluate
+from skyenv import formats
 from skyenv.errors import ConfigError
 from skyenv.types import Trajectory
+
+EPILOG = """\
+Keys of `rollout` and `env` can be given as to `train`: --rollout.history strip, --rollout.condenser forget_half,
+--rollout.remind_turns 5, --rollout.template_options '{enable_thinking: false}', --env.options.tools openhands.
+They win over the options above.
+"""
+TRAINING_ONLY = ("group_size", "groups_per_step", "segments")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
-    parser = commands.add_parser("eval", help="evaluate a policy on a task set")
+    parser = commands.add_parser(
+        "eval",
+        help="evaluate a policy on a task set",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--tasks", default="builtin", help="builtin, pypi, a file or a folder (default builtin)")
     parser.add_argument("--ids", default="", help="only these task ids, separated by commas")
     parser.add_argument("--level", type=int, help="only tasks of this level")
@@ -30,16 +45,20 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--sandbox", help="URL of a sandbox server (default: sandboxes of this process)")
     parser.add_argument("--token", help="token of that server")
     parser.add_argument("--concurrency", type=int, default=8, help="live sandboxes (default 8)")
-    parser.add_argument("--format", default="hermes", help="tool-call format: hermes or codeact (default hermes)")
+    parser.add_argument(
+        "--format",
+        default="hermes",
+        help=f"tool-call format: {', '.join(formats.names())} or package.module:Name (default hermes)",
+    )
     parser.add_argument("--prompt", default="codeact", help="prompt preset: codeact or brief (default codeact)")
     parser.add_argument(
         "--describe-tools", choices=("full", "names"), default="full", help="names: for models made by the demo"
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="of sampling (default 1.0)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling with hf (default 0)")
-    parser.add_argument("--max-turns", type=int, default=30, help="turns an episode (default 30)")
+    parser.add_argument("--max-turns", type=int, default=50, help="turns an episode (default 50)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="tokens a turn (default 1024)")
-    parser.add_argument("--max-context", type=int, default=16384, help="tokens an episode (default 16384)")
+    parser.add_argument("--max-context", type=int, default=32768, help="tokens an episode (default 32768)")
     parser.add_argument("--out", type=Path, help="file for the transcripts, one JSON object a line")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
@@ -74,25 +93,44 @@ def make_plan(arguments: argparse.Namespace) -> EvalPlan:
     """The plan that the options describe. Raises ConfigError."""
     ids = tuple(word for word in arguments.ids.split(",") if word)
     tasks = choose_tasks(TasksConfig(arguments.tasks, ids, arguments.level, arguments.limit))
-    rollout = RolloutConfig(
-        format=arguments.format,
-        describe_tools=arguments.describe_tools,
-        temperature=arguments.temperature,
-        max_turns=arguments.max_turns,
-        max_tokens_per_turn=arguments.max_tokens,
-        max_context=arguments.max_context,
-        concurrency=arguments.concurrency,
-    )
+    config = from_mapping(with_overrides(_given(arguments), _checked(arguments.overrides)), training=False)
     return EvalPlan(
         tasks,
         Policy(arguments.policy, arguments.model, arguments.url, arguments.script),
         arguments.k,
-        EnvConfig(options={"prompt": arguments.prompt}),
+        config.env,
         SandboxConfig(arguments.sandbox, arguments.token),
-        rollout,
+        config.rollout,
         arguments.seed,
         arguments.out,
     )
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the options say, as a configuration."""
+    rollout = {
+        "format": arguments.format,
+        "describe_tools": arguments.describe_tools,
+        "temperature": arguments.temperature,
+        "max_turns": arguments.max_turns,
+        "max_tokens_per_turn": arguments.max_tokens,
+        "max_context": arguments.max_context,
+        "concurrency": arguments.concurrency,
+    }
+    return {"rollout": rollout, "env": {"options": {"prompt": arguments.prompt}}}
+
+
+def _checked(words: list[str]) -> list[str]:
+    """The words as given; ConfigError when they set something that an evaluation does not have."""
+    given = with_overrides({}, words)
+    for name in given:
+        if name not in ("rollout", "env"):
+            raise ConfigError(f"unknown argument '--{name}'; see sky_trainer eval --help")
+    rollout = given.get("rollout")
+    for name in TRAINING_ONLY:
+        if isinstance(rollout, dict) and name in rollout:
+            raise ConfigError(f"--rollout.{name} is for training alone; --k says how many samples a task gets")
+    return words
 
 
 def describe(trajectory: Trajectory) -> str:

@@ -7,6 +7,7 @@ dialect promises raises EngineError that says which part.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from skyenv.errors import EngineError
-from skyenv.types import Completion, FinishReason, Message, SamplingParams
+from skyenv.types import Completion, FinishReason, Message, NativeCall, SamplingParams, ToolSpec
 
 Flavour = Literal["vllm", "sglang", "chat"]
 
@@ -121,7 +122,10 @@ def sglang_answer(body: Any) -> Completion:
 
 
 def chat_body(request: Request) -> dict[str, Any]:
-    """For `/v1/chat/completions` anywhere: text only, tool results as user messages."""
+    """For `/v1/chat/completions` anywhere: text only; tool results without a call's id go as user messages.
+
+    Tools that the first message carries are offered to the server's own tool calling.
+    """
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": request.model,
@@ -130,19 +134,36 @@ def chat_body(request: Request) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
     }
+    if request.messages and request.messages[0].tools:
+        body["tools"] = [_function(spec) for spec in request.messages[0].tools]
     if sampling.top_k:
         body["top_k"] = sampling.top_k
     return body if sampling.seed is None else {**body, "seed": sampling.seed}
 
 
 def chat_answer(body: Any) -> Completion:
-    """The first choice's content; no ids."""
+    """The first choice's content and tool calls; no ids of tokens."""
     choice = _part(body, "choices", 0)
+    message = _part(choice, "message")
     content = _part(choice, "message").get("content")
     if content is not None and not isinstance(content, str):
         raise EngineError("the answer's choices[0].message.content is not text")
     cut = choice.get("finish_reason") == "length"
-    return Completion(content or "", finish_reason="length" if cut else "stop")
+    calls = _native_calls(message.get("tool_calls") or [])
+    return Completion(content or "", finish_reason="length" if cut else "stop", calls=calls)
+
+
+def resent(call: NativeCall) -> dict[str, Any]:
+    """A reported call as it is sent back: servers choke on arguments that are no JSON object."""
+    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
+    try:
+        whole = isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        whole = False
+    if not whole:
+        empty = call.arguments is None or not arguments.strip()
+        arguments = "{}" if empty else json.dumps({"invalid_arguments": arguments}, ensure_ascii=False)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 DIALECTS: Mapping[Flavour, Dialect] = MappingProxyType(
@@ -154,9 +175,35 @@ DIALECTS: Mapping[Flavour, Dialect] = MappingProxyType(
 )
 
 
-def _chat_message(message: Message) -> dict[str, str]:
-    role = "user" if message.role == "tool" else message.role
-    return {"role": role, "content": message.content}
+def _chat_message(message: Message) -> dict[str, Any]:
+    if message.role == "tool" and message.call_id:
+        return {"role": "tool", "tool_call_id": message.call_id, "content": message.content}
+    sent: dict[str, Any] = {
+        "role": "user" if message.role == "tool" else message.role,
+        "content": message.content,
+    }
+    if message.calls:
+        sent["tool_calls"] = [resent(call) for call in message.calls]
+    return sent
+
+
+def _function(spec: ToolSpec) -> dict[str, Any]:
+    function = {"name": spec.name, "description": spec.description, "parameters": dict(spec.parameters)}
+    return {"type": "function", "function": function}
+
+
+def _native_calls(values: Any) -> tuple[NativeCall, ...]:
+    """Reported calls; each gets an id of its own, so that each can be answered."""
+    if not isinstance(values, list):
+        raise EngineError("the answer's choices[0].message.tool_calls is not a list")
+    calls: list[NativeCall] = []
+    for number, value in enumerate(values):
+        function = _part(value, "function")
+        name = _text(function, "name")
+        id = value.get("id")
+        taken = not isinstance(id, str) or not id or any(call.id == id for call in calls)
+        calls.append(NativeCall(f"call_{number}" if taken else str(id), name, function.get("arguments")))
+    return tuple(calls)
 
 
 def _part(value: Any, *path: str | int) -> Any:

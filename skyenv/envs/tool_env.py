@@ -11,13 +11,14 @@ import difflib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 from skyenv.core import Sandbox, Task, Tool
 from skyenv.envs.gymnasium_env import GymnasiumEnv
 from skyenv.errors import ConfigError, EnvError, ResetNeeded, RewardError, boundary
 from skyenv.spaces import ToolCallSpace, Unicode
-from skyenv.tools import check_arguments
+from skyenv.tools import ToolChoice, check_arguments, observation_limit, presets
 from skyenv.tools.output import cut_middle
 from skyenv.types import Message, Step, StopReason, ToolCall, ToolSpec
 
@@ -37,30 +38,32 @@ class ToolEnv(GymnasiumEnv, Generic[TaskT]):
     """Tool calls in, text out. Subclasses implement `begin`, `instructions` and `grade`.
 
     `tasks` are chosen from by `options={"task": task_or_id}` or by seed; `make_tools` makes a fresh set for each
-    episode, in which a tool named `finish` ends it; after `max_turns` actions the episode is truncated; observations
-    are cut to `observation_max_chars` and some notes.
+    episode, or says what `skyenv.tools.make_tools` makes it of: a preset or a list of tools; a tool named `finish`
+    ends the episode; after `max_turns` actions it is truncated; observations are cut to `observation_max_chars`
+    (None: as the preset has it) and some notes.
     """
 
     def __init__(
         self,
         tasks: Sequence[TaskT],
-        make_tools: Callable[[], Sequence[Tool]],
+        make_tools: Callable[[], Sequence[Tool]] | ToolChoice | Sequence[ToolChoice],
         *,
         max_turns: int = 50,
-        observation_max_chars: int = 16_000,
+        observation_max_chars: int | None = None,
         render_mode: None = None,
     ) -> None:
         if max_turns < 1:
             raise ConfigError(f"max_turns: {max_turns} leaves no turn; use at least 1")
-        if observation_max_chars < 200:
+        limit = observation_limit(make_tools) if observation_max_chars is None else observation_max_chars
+        if limit < 200:
             raise ConfigError(f"observation_max_chars: {observation_max_chars} is too small; use at least 200")
         if render_mode is not None:
             raise ConfigError(f"render_mode: {render_mode!r} is not supported; observations are text already")
         self.render_mode = None
         self._tasks = tuple(tasks)
-        self._make_tools = make_tools
-        self._max_turns, self._max_chars = max_turns, observation_max_chars
-        self._specs = tuple(tool.spec for tool in make_tools())
+        self._make_tools = _tool_maker(make_tools, limit)
+        self._max_turns, self._max_chars = max_turns, limit
+        self._specs = tuple(tool.spec for tool in self._make_tools())
         self.observation_space = Unicode()
         self.action_space = ToolCallSpace(self._specs)
         self._episode: _Episode[TaskT] | None = None
@@ -189,6 +192,15 @@ class ToolEnv(GymnasiumEnv, Generic[TaskT]):
         with boundary(EnvError, f"tool {name}"):
             observation = await tool.run(checked, sandbox)
         return observation, False, name == FINISH
+
+
+def _tool_maker(
+    choice: Callable[[], Sequence[Tool]] | ToolChoice | Sequence[ToolChoice], limit: int
+) -> Callable[[], Sequence[Tool]]:
+    """A plain function makes the whole set itself; everything else says what to make it of."""
+    if callable(choice) and not isinstance(choice, type | Tool):
+        return cast(Callable[[], Sequence[Tool]], choice)
+    return partial(presets.make_tools, cast(ToolChoice, choice), observation_max_chars=limit)
 
 
 class _Episode(Generic[TaskT]):

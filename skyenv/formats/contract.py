@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from skyenv.tools.schema import check_arguments
-from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
+from skyenv.types import FinishReason, Message, NativeCall, ToolCall, ToolSpec
+
+MAX_CALLS = 64
+_FOREIGN = tuple(
+    (literal, re.compile(pattern), how)
+    for literal, pattern, how in (
+        ("=", r"(?i:<function\s*=)", "with <function=...>"),
+        ("<tool_call>", r"<tool_call>\s*\{", "as JSON between <tool_call> tags"),
+        (
+            '"name"',
+            r'\{\s*"name"\s*:\s*"[^"\n]{1,80}"\s*,\s*"(?:arguments|parameters)"\s*:',
+            "as a JSON object",
+        ),
+        ("[TOOL_CALLS]", r"\[TOOL_CALLS\]", "with [TOOL_CALLS]"),
+        ("[ARGS]", r"\w\[ARGS\]", "with [ARGS] but without [TOOL_CALLS]"),
+        ("\u2581begin", "<\uff5ctool\u2581calls?\u2581begin\uff5c>", "with DeepSeek's tool call tokens"),
+        ("to=functions.", r"\bto=functions\.\w", "with to=functions"),
+        ('"tool_calls"', r'\{\s*"tool_calls"\s*:\s*\[', "as a list of tool_calls"),
+    )
+)
+"""What calls of other formats look like: a literal that is quick to look for, the pattern, and how to name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +47,29 @@ class Parsed:
     repairs: int = 0
 
 
+class Written(NamedTuple):
+    """A call as it stands in a text: nothing checked but its shape."""
+
+    name: str
+    arguments: Any
+    id: str = ""
+
+
+class Reader(Protocol):
+    """Reads one text once; `content` and `repairs` hold what was met until then."""
+
+    repairs: int
+
+    def read(self, thinking_open: bool) -> list[Written]:
+        """The calls of the text. Raises Rejected."""
+        ...
+
+    def content(self) -> str:
+        """The visible text read so far, without calls."""
+        ...
+
+
+@runtime_checkable
 class Format(Protocol):
     """One wire format. Implementations are stateless and shared."""
 
@@ -58,6 +102,17 @@ class Format(Protocol):
         ...
 
 
+@runtime_checkable
+class NativeFormat(Format, Protocol):
+    """A format whose calls travel beside the text, as servers with tool calling of their own report them."""
+
+    def parse_native(
+        self, content: str, calls: Sequence[NativeCall], tools: Sequence[ToolSpec], *, finish_reason: FinishReason
+    ) -> Parsed:
+        """Check the calls that a server reported; as strict as `parse`."""
+        ...
+
+
 class Rejected(Exception):
     """Text that does not parse; raised and caught within a format. The message is for the model."""
 
@@ -73,14 +128,40 @@ def reject(reason: str, shape: str = "") -> Rejected:
     return Rejected(f"ERROR: {reason} Nothing was run." + (f"\n{shape}" if shape else ""))
 
 
-def checked_call(name: str, arguments: object, tools: Sequence[ToolSpec]) -> ToolCall:
+def read_all(reader: Reader, tools: Sequence[ToolSpec], *, cut: bool, thinking_open: bool) -> Parsed:
+    """All calls that a reader finds, checked, or none and the error for the model."""
+    try:
+        written = reader.read(thinking_open)
+        if len(written) > MAX_CALLS:
+            raise too_many()
+        calls = tuple(checked_call(*call, tools=tools) for call in written)
+        if not calls and cut:
+            raise reject(CUT_OFF)
+    except Rejected as error:
+        return Parsed((), str(error), reader.content(), reader.repairs)
+    return Parsed(calls, None, reader.content(), reader.repairs)
+
+
+def too_many() -> Rejected:
+    """More calls than any sane answer makes; readers stop there, so their cost is bounded."""
+    return reject(f"One answer may make at most {MAX_CALLS} calls.")
+
+
+def refuse_foreign(visible: str, shape: str) -> None:
+    """Raise Rejected when text outside calls holds a call in another format."""
+    for literal, pattern, how in _FOREIGN:
+        if literal in visible and pattern.search(visible):
+            raise reject(f"The tool call is written {how}, which is not the format used here.", shape)
+
+
+def checked_call(name: str, arguments: object, id: str = "", *, tools: Sequence[ToolSpec]) -> ToolCall:
     """Make a call with arguments of the schema's types. Raises Rejected."""
     for spec in tools:
         if spec.name == name:
             result = check_arguments(spec, arguments)
             if isinstance(result, str):
                 raise reject(result)
-            return ToolCall(name, result)
+            return ToolCall(name, result, id)
     known = ", ".join(sorted(spec.name for spec in tools))
     raise reject(f"There is no tool named {json.dumps(name[:80])}. Available tools: {known}.")
 

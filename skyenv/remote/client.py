@@ -240,6 +240,7 @@ class RemoteSandbox:
         timeout: float = 60.0,
         soft_timeout: float | None = None,
         max_output_bytes: int = 1 << 20,
+        terminal: bool = False,
     ) -> ExecResult:
         """See `core.Shell.exec`."""
         response = await self._client.call(
@@ -249,6 +250,7 @@ class RemoteSandbox:
             timeout=timeout,
             soft_timeout=soft_timeout,
             max_output_bytes=max_output_bytes,
+            terminal=terminal or None,
         )
         return _exec_result(response)
 
@@ -259,6 +261,11 @@ class RemoteSandbox:
     async def interrupt(self) -> ExecResult:
         """See `core.Shell.interrupt`."""
         return _exec_result(await self._client.call("POST", f"{self._base}/interrupt"))
+
+    async def send_input(self, text: str, *, soft_timeout: float | None = None) -> ExecResult:
+        """See `core.Shell.send_input`."""
+        data = text.encode("utf-8", "surrogateescape")
+        return _exec_result(await self._client.call("POST", f"{self._base}/poll", data, soft_timeout=soft_timeout))
 
     async def stat(self, path: str) -> FileInfo:
         """See `core.FileOps.stat`."""
@@ -339,5 +346,6 @@ def _exec_result(response: httpx.Response) -> ExecResult:
         seconds=meta["seconds"],
         running=meta.get("running", False),
         cwd=os.fsencode(meta["cwd"]).decode(errors="replace"),
+        cwd_missing=meta.get("cwd_missing", False),
         output_bytes=total,
     )

@@ -244,7 +244,8 @@ async def _exec(request: Request) -> Response:
 
 async def _poll(request: Request) -> Response:
     session, parameters = _session(request), parse_query(PollParameters, _query(request))
-    return await _keyed(request, session.calls, lambda: session.poll(parameters.soft_timeout))
+    typed = await request.body()
+    return await _keyed(request, session.calls, lambda: session.poll(parameters.soft_timeout, typed))
 
 
 async def _interrupt(request: Request) -> Response:

@@ -79,10 +79,11 @@ class ExecParameters(BaseModel):
     timeout: Annotated[float, Field(gt=0, le=7 * 86400)] = 60.0
     soft_timeout: Annotated[float, Field(gt=0)] | None = None
     max_output_bytes: Annotated[int, Field(ge=1, le=64 << 20)] = 1 << 20
+    terminal: bool = False
 
 
 class PollParameters(BaseModel):
-    """The query of `POST /sandboxes/{id}/poll`."""
+    """The query of `POST /sandboxes/{id}/poll`; a body is typed on the command's terminal first."""
 
     model_config = ConfigDict(frozen=True)
 

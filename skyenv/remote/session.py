@@ -39,6 +39,10 @@ INLINE = 1 << 20
 CHUNK = 1 << 18
 FILE_TIMEOUT = 600.0
 END_GRACE = 15.0
+_FIELDS = (
+    *("exit_code", "timed_out", "oom", "session_restarted", "running"),
+    *("cwd", "cwd_missing", "seconds", "head", "output_bytes"),
+)
 
 
 class Result(NamedTuple):
@@ -166,9 +170,10 @@ class Session:
         frame = await self.ask("exec", parameters.model_dump(), command, timeout=limit)
         return _exec_result(frame)
 
-    async def poll(self, soft_timeout: float | None) -> Result:
-        """Wait for the running command."""
-        return _exec_result(await self.ask("poll", {"soft_timeout": soft_timeout}, timeout=8 * 86400.0))
+    async def poll(self, soft_timeout: float | None, typed: bytes = b"") -> Result:
+        """Wait for the running command, once `typed` is on its terminal."""
+        op = "input" if typed else "poll"
+        return _exec_result(await self.ask(op, {"soft_timeout": soft_timeout}, typed, timeout=8 * 86400.0))
 
     async def interrupt(self) -> Result:
         """End the running command."""
@@ -287,8 +292,7 @@ async def _feed(writer: int, data: bytes) -> None:
 
 
 def _exec_result(frame: Frame) -> Result:
-    fields = ("exit_code", "timed_out", "oom", "session_restarted", "running", "cwd", "seconds", "head", "output_bytes")
-    return Result({key: frame.header[key] for key in fields if key in frame.header}, frame.payload)
+    return Result({key: frame.header[key] for key in _FIELDS if key in frame.header}, frame.payload)
 
 
 def _refusal(error: dict[str, Any]) -> SkyEnvError:

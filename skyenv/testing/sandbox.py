@@ -103,6 +103,16 @@ async def _standard_input_is_empty(box: Sandbox, _home: str) -> None:
     _expect(result.output == "end\n", result)
 
 
+async def _a_terminal_takes_text_and_changes_nothing(box: Sandbox, home: str) -> None:
+    asked = await box.exec('cd /; read -p "name? " x; echo "[$x]"', soft_timeout=1.0, terminal=True)
+    _expect(asked.running and asked.output == "name? ", asked)
+    answered = await box.send_input("Ada\n")
+    _expect((answered.exit_code, answered.output, answered.cwd) == (0, "Ada\n[Ada]\n", home), answered)
+    await box.exec("sleep 60", soft_timeout=0.2, terminal=True)
+    _expect((await box.send_input("\x03")).exit_code == 130, "C-c did not end the command")
+    await _refused(box.send_input("x"), EnvError, "typing when nothing runs")
+
+
 async def _a_timeout_keeps_output_and_kills(box: Sandbox, _home: str) -> None:
     nap = _unique_nap()
     result = await box.exec(f"echo part; sleep {nap} | sleep {nap}; sleep {nap}", timeout=0.5)
@@ -344,6 +354,7 @@ COMMON: tuple[Check, ...] = (
     _a_lost_shell_is_replaced,
     _syntax_errors_answer_at_once,
     _standard_input_is_empty,
+    _a_terminal_takes_text_and_changes_nothing,
     _a_timeout_keeps_output_and_kills,
     _stubborn_programs_die,
     _background_work_does_not_hold,

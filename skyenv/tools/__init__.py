@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from skyenv.core import Tool
 from skyenv.tools.bash import ExecuteBash
 from skyenv.tools.editor import StrReplaceEditor
 from skyenv.tools.finish import Finish
+from skyenv.tools.function import FunctionTool, tool
+from skyenv.tools.kernel import IPython
+from skyenv.tools.presets import ToolChoice, default_tools, make_tools, observation_limit
 from skyenv.tools.schema import check_arguments
+from skyenv.tools.search import Search
+from skyenv.tools.task_tracker import TaskTracker
+from skyenv.tools.think import Think
 
-__all__ = ["ExecuteBash", "Finish", "StrReplaceEditor", "check_arguments", "default_tools"]
-
-
-def default_tools(*, observation_max_chars: int = 16_000, workdir: str = "/") -> tuple[Tool, ...]:
-    """Return fresh `execute_bash`, `str_replace_editor` and `finish`: one set an episode, since tools keep state.
-
-    `observation_max_chars` bounds what one call shows; `workdir` is only used to suggest absolute paths.
-    """
-    return (
-        ExecuteBash(max_chars=observation_max_chars),
-        StrReplaceEditor(max_chars=observation_max_chars, workdir=workdir),
-        Finish(),
-    )
+__all__ = [
+    "ExecuteBash",
+    "Finish",
+    "FunctionTool",
+    "IPython",
+    "Search",
+    "StrReplaceEditor",
+    "TaskTracker",
+    "Think",
+    "ToolChoice",
+    "check_arguments",
+    "default_tools",
+    "make_tools",
+    "observation_limit",
+    "tool",
+]

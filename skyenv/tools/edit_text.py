@@ -107,7 +107,7 @@ def replace(data: bytes, old: str, new: str) -> Edited:
     if len(spans) > 1:
         raise EditRefused(_ambiguous(data, spans))
     start, end = spans[0]
-    inserted = _with_style(encode(new, encoding), data[start:end], data)
+    inserted = with_style(encode(new, encoding), data[start:end], data)
     first = data.count(b"\n", 0, start) + 1
     count = inserted.count(b"\n") + (not inserted.endswith(b"\n"))
     return Edited(data[:start] + inserted + data[end:], first, count)
@@ -119,7 +119,7 @@ def insert(data: bytes, after_line: int, text: str) -> Edited:
     if not 0 <= after_line <= len(lines):
         raise EditRefused(f"insert_line must be in [0, {len(lines)}], the lines of the file; got {after_line}.")
     block = encode(text if text.endswith("\n") else text + "\n", encoding_of(data))
-    block = _with_style(block, b"", data)
+    block = with_style(block, b"", data)
     offset = sum(len(line) + 1 for line in lines[:after_line])
     head = data[:offset]
     if head and not head.endswith(b"\n"):
@@ -172,7 +172,7 @@ def _ambiguous(data: bytes, spans: list[tuple[int, int]]) -> str:
     return f"old_str occurs more than once, starting in lines {listed}. Add context so that it is unique."
 
 
-def _with_style(text: bytes, replaced: bytes, data: bytes) -> bytes:
+def with_style(text: bytes, replaced: bytes, data: bytes) -> bytes:
     """Give `text` the newline style of what it replaces, or of the file where that has none or both."""
     crlf, lf = replaced.count(b"\r\n"), replaced.count(b"\n")
     use_crlf = crlf == lf if lf and crlf in (0, lf) else _crlf_dominates(data)

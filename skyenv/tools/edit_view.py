@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,11 +16,15 @@ _NOTICE_ROOM = 200
 
 @dataclass(frozen=True, slots=True)
 class LineRange:
-    """1-based inclusive lines to show; `clamped` when the end asked for lies behind the last line."""
+    """1-based inclusive lines to show; `clamped` when the end asked for lies behind the last line.
+
+    `hidden`: how many bytes at the end of the first line were not read.
+    """
 
     first: int
     last: int
     clamped: bool = False
+    hidden: int = 0
 
 
 def resolve_range(view_range: Sequence[int], total: int) -> LineRange:
@@ -51,7 +56,7 @@ def view_file(data: bytes, path: str, view_range: Sequence[int] | None, max_char
 def show_lines(lines: Sequence[bytes], path: str, shown: LineRange, total: int, how: tuple[str | None, int]) -> str:
     """Show already selected lines; `how` is the encoding (None: unknown) and the character limit of the whole."""
     encoding, max_chars = how
-    body = _number(lines, shown.first, total, (encoding, max_chars))
+    body = _number(lines, shown, total, (encoding, max_chars))
     parts = [f"Here's the result of running `cat -n` on {path}:", *body]
     if shown.clamped:
         parts.append(f"[The file has only {total} lines; shown up to its end.]")
@@ -69,7 +74,8 @@ def snippet(data: bytes, path: str, first_line: int, count: int, max_chars: int)
     last = min(len(lines), first_line + count - 1 + _SNIPPET_CONTEXT)
     encoding = encoding_of(data)
     shown = lines[first - 1 : last]
-    body = _number(shown, first, len(lines), (encoding, max_chars)) if shown else ["(the file is now empty)"]
+    numbered = _number(shown, LineRange(first, last), len(lines), (encoding, max_chars))
+    body = numbered if shown else ["(the file is now empty)"]
     return "\n".join([f"Here's the result of running `cat -n` on a snippet of {path}:", *body])
 
 
@@ -79,20 +85,23 @@ def decode_line(line: bytes, encoding: str | None, *, first: bool = False) -> st
     return text.removeprefix("\ufeff") if first else text
 
 
-def _number(lines: Sequence[bytes], first: int, total: int, how: tuple[str | None, int]) -> list[str]:
+def _number(lines: Sequence[bytes], shown: LineRange, total: int, how: tuple[str | None, int]) -> list[str]:
     """Number the lines and keep as many whole ones as fit; the first is cut inside if it alone is too long."""
     encoding, max_chars = how
     room = max(max_chars - _NOTICE_ROOM, 1)
     kept: list[str] = []
-    for number, line in enumerate(lines, start=first):
+    for number, line in enumerate(lines, start=shown.first):
         row = f"{number:6}\t{decode_line(line, encoding, first=number == 1)}"
         if len(row) + 1 > room:
             if not kept:
-                kept.append(f"{row[:room]}... [{len(row) - room} more characters in this line]")
+                more = f"{len(row) - room} more characters"
+                if shown.hidden:
+                    more = f"{len(row[room:].encode(encoding or 'utf-8')) + shown.hidden} more bytes"
+                kept.append(f"{row[:room]}... [{more} in this line]")
             break
         room -= len(row) + 1
         kept.append(row)
-    last = first + len(kept) - 1
+    last = shown.first + len(kept) - 1
     if len(kept) < len(lines):
         kept.append(f"[Shown up to line {last} of {total}; use view_range to see more.]")
     return kept
@@ -138,6 +147,7 @@ class LineWindow:
         self._newlines = 0
         self._partial = False
         self._kept: list[bytes] = []
+        self._hidden = 0
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes of the file."""
@@ -153,16 +163,37 @@ class LineWindow:
 
     def _keep(self, part: bytes) -> None:
         line = self._newlines + 1
-        if line >= self._first and (self._last == -1 or line <= self._last) and self._room > 0:
+        if line < self._first or (self._last != -1 and line > self._last):
+            return
+        if self._room > 0:
             self._kept.append(part[: self._room])
-            self._room -= len(part)
+        if line == self._first:
+            self._hidden += max(0, len(part.removesuffix(b"\n")) - max(0, self._room))
+        self._room -= len(part)
 
     @property
     def total(self) -> int:
         """How many lines the file has, as far as it was fed."""
         return self._newlines + self._partial
 
-    @property
-    def lines(self) -> list[bytes]:
-        """The collected lines without their LF; the last may be incomplete when `max_bytes` was reached."""
-        return split_lines(b"".join(self._kept))
+    def result(self) -> tuple[list[bytes], int]:
+        """The collected lines without their LF, and how many bytes at the end of the first are not among them.
+
+        The last line may be incomplete when `max_bytes` was reached, but ends with a whole character.
+        """
+        lines = split_lines(b"".join(self._kept))
+        if self._room > 0 or not lines:
+            return lines, self._hidden
+        whole = whole_characters(lines[-1])
+        hidden = self._hidden + (len(lines[-1]) - len(whole) if len(lines) == 1 else 0)
+        return [*lines[:-1], whole], hidden
+
+
+def whole_characters(data: bytes) -> bytes:
+    """Without the beginning of a UTF-8 character at the end; other data as it is."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        decoder.decode(data)
+    except UnicodeDecodeError:
+        return data
+    return data[: len(data) - len(decoder.getstate()[0])]

@@ -14,7 +14,7 @@ import os
 import posixpath
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyenv.core import FileOps
@@ -123,8 +123,9 @@ class StrReplaceEditor:
                 _require_text(chunk, path)
             window.feed(chunk)
         shown = edit_view.resolve_range(view_range, window.total)
-        lines = window.lines
-        how = (edit_text.encoding_of(b"\n".join(lines[:-1] or lines)), self._max_chars)
+        lines, hidden = window.result()
+        shown = replace(shown, hidden=hidden)
+        how = (edit_text.encoding_of(b"\n".join(lines)), self._max_chars)
         return edit_view.show_lines(lines, path, shown, window.total, how)
 
     async def _create(self, path: str, text: str, files: FileOps) -> str:

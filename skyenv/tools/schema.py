@@ -53,6 +53,8 @@ def check_arguments(spec: ToolSpec, arguments: object) -> dict[str, Any] | str:
 def _coerce(value: Any, schema: Mapping[str, Any]) -> Any:
     """Raises ValueError whose text completes the sentence "must be ..."."""
     kind = schema.get("type")
+    if kind == "string" and set(schema.get("enum", ())) == {"true", "false"} and isinstance(value, bool | str):
+        value = str(value).strip().lower()
     if kind in _COERCERS:
         value = _COERCERS[kind](value, schema)
     if "enum" in schema and value not in schema["enum"]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import stat
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from hypothesis import settings
 
+import skyenv
+from skyenv.core import SandboxProvider
 from skyenv.errors import SandboxConflict, SandboxPathError
 from skyenv.types import FileInfo
 
@@ -165,3 +170,23 @@ class DirectoryFiles:
 @pytest.fixture(params=["memory", "directory"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> MemoryFiles | DirectoryFiles:
     return MemoryFiles() if request.param == "memory" else DirectoryFiles(tmp_path)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client() -> AsyncIterator[SandboxProvider]:
+    """One node for a module; the task that opens the client also closes it, as structured concurrency wants."""
+    opened: asyncio.Future[SandboxProvider] = asyncio.get_running_loop().create_future()
+    done = asyncio.Event()
+
+    async def hold() -> None:
+        async with skyenv.connect() as client:
+            opened.set_result(client)
+            await done.wait()
+
+    holder = asyncio.create_task(hold())
+    await asyncio.wait([holder, opened], return_when=asyncio.FIRST_COMPLETED)
+    if holder.done():
+        holder.result()
+    yield opened.result()
+    done.set()
+    await holder

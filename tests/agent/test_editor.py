@@ -1,19 +1,20 @@
-"""The editor's conformance rows, each on a file system in memory and on a real directory."""
+"""The editor's conformance rows, on a file system in memory and on a real directory, and what rows cannot say."""
 
 from __future__ import annotations
 
 import errno
 import os
-import stat
-import unicodedata
-from collections.abc import Callable
+import random
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyenv.errors import SandboxConflict, SandboxPathError
+from skyenv.errors import SandboxPathError
+from skyenv.testing.editor_desk import EditorDesk, place
+from skyenv.testing.editor_rows import ROWS, Row, check_row
 from skyenv.tools import StrReplaceEditor, check_arguments
 from skyenv.tools.edit_text import EditRefused, insert, replace
 
@@ -42,68 +43,39 @@ def rows(text: str) -> list[str]:
     return [line for line in text.split("\n") if "\t" in line and line.split("\t")[0].strip().isdigit()]
 
 
-VIEWS: dict[str, tuple[bytes, Any, list[str]]] = {
-    "E1-final-newline": (b"a\nb\nc\n", None, ["     1\ta", "     2\tb", "     3\tc"]),
-    "E1-no-final-newline": (b"a\nb\nc", None, ["     1\ta", "     2\tb", "     3\tc"]),
-    "E2-one-empty-line": (b"\n", None, ["     1\t"]),
-    "E3-one-line": (b"a\nb\nc\n", [2, 2], ["     2\tb"]),
-    "E3-to-the-end": (b"a\nb\nc\n", [2, -1], ["     2\tb", "     3\tc"]),
-    "E6-strings": (b"a\nb\nc\n", ["1", "2"], ["     1\ta", "     2\tb"]),
-    "E6-json-text": (b"a\nb\nc\n", "[1, 2]", ["     1\ta", "     2\tb"]),
-    "E6-floats": (b"a\nb\nc\n", [1.0, 2.0], ["     1\ta", "     2\tb"]),
-    "E7-empty-range": (b"a\nb\n", [], ["     1\ta", "     2\tb"]),
-    "E7-null-range": (b"a\nb\n", None, ["     1\ta", "     2\tb"]),
-    "E9-carriage-returns-not-shown": (b"a\r\nb\r\n", None, ["     1\ta", "     2\tb"]),
-    "R1-other-separators-are-text": ("a\x0cb\u2028c\x85d\n".encode(), None, ["     1\ta\x0cb\u2028c\x85d"]),
-    "R12-tabs-kept": (b"\tx\n", None, ["     1\t\tx"]),
-    "E51-undeclared-bytes-escaped": (b"caf\xe9\n", None, ["     1\tcaf\\xe9"]),
-    "R13-declared-encoding": (b"# -*- coding: latin-1 -*-\ncaf\xe9\n", [2, 2], ["     2\tcaf\u00e9"]),
-    "E54-byte-order-mark-not-shown": (b"\xef\xbb\xbfa\n", None, ["     1\ta"]),
-}
+class RowDesk(EditorDesk):
+    """The rows on files of a test; only a real directory keeps modes."""
+
+    async def mode(self, path: str) -> int | None:
+        return await super().mode(path) if self._files.real else None  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("row", VIEWS)
-async def test_view(row: str, desk: Desk) -> None:
-    data, view_range, expected = VIEWS[row]
-    desk.files.put(F, data)
-    arguments = {} if view_range is None else {"view_range": view_range}
-    assert rows(await desk("view", **arguments)) == expected
-    assert desk.files.get(F) == data
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+async def test_row(row: Row, files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    files.mkdir("/w")
+    for path, data in row.files.items():
+        files.mkdir(place("/w", path)) if data is None else files.put(place("/w", path), data)
+    if row.fifo:
+        files.fifo(place("/w", row.fifo))
+    if files.real:
+        for path in set(row.modes) & set(row.files):
+            os.chmod(files.host(place("/w", path)), row.modes[path])
+    else:
+        files.nodes["/dev"], files.nodes["/dev/zero"] = None, "device"
+    if row.limit:
+        monkeypatch.setattr(files, "write_file", refuse_writes(errno.ENOSPC))
+    await check_row(row, RowDesk(StrReplaceEditor(workdir="/w"), files, "/w"))
 
 
-REFUSED_RANGES = {
-    "E4-start-behind-end": [4, 5],
-    "E4-zero": [0, 2],
-    "E4-reversed": [3, 2],
-    "E4-end-minus-two": [1, -2],
-    "R4-one-number": [1],
-    "R4-three-numbers": [1, 2, 3],
-    "E6-boolean": [True, 2],
-    "E6-words": "first to last",
-}
+def test_rows_are_told_apart_by_name() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS) > 100
 
 
-@pytest.mark.parametrize("row", REFUSED_RANGES)
-async def test_view_range_refused(row: str, desk: Desk) -> None:
-    desk.files.put(F, b"a\nb\nc\n")
-    answer = await desk("view", view_range=REFUSED_RANGES[row])
-    assert answer.startswith("ERROR:")
-    assert "view_range" in answer
-    if row.startswith("E4"):
-        assert "[1, 3]" in answer or "[0, 2]" in answer
+def refuse_writes(code: int) -> Any:
+    async def write_file(path: str, data: bytes, *, expected: bytes | None = None) -> None:
+        raise SandboxPathError(code, os.strerror(code), path)
 
-
-async def test_e4_end_is_clamped_and_said(desk: Desk) -> None:
-    desk.files.put(F, b"a\nb\nc\n")
-    answer = await desk("view", view_range=[2, 10])
-    assert rows(answer) == ["     2\tb", "     3\tc"]
-    assert "only 3 lines" in answer
-
-
-async def test_e2_e7_empty_file(desk: Desk) -> None:
-    desk.files.put(F, b"")
-    assert "is empty" in await desk("view")
-    assert "is empty" in await desk("view", view_range=[1, 1])
+    return write_file
 
 
 async def test_e12_numbers_stay_exact_under_the_cut(desk: Desk) -> None:
@@ -135,202 +107,20 @@ async def test_r15_large_file_only_by_range(desk: Desk) -> None:
     assert "too many to edit" in await desk("str_replace", old_str="0", new_str="1")
 
 
-EDITS: dict[str, tuple[bytes, dict[str, Any], bytes]] = {
-    "E9-crlf-replace": (b"a\r\nb\r\n", {"old_str": "b", "new_str": "X"}, b"a\r\nX\r\n"),
-    "E10-lf-matches-crlf": (b"a\r\nb\r\nc\r\n", {"old_str": "a\nb", "new_str": "a\nB"}, b"a\r\nB\r\nc\r\n"),
-    "R11-mixed-lines-untouched": (
-        b"a\r\nb\nc\r\nd\r\n",
-        {"old_str": "d", "new_str": "D\nE"},
-        b"a\r\nb\nc\r\nD\r\nE\r\n",
-    ),
-    "R11-local-style-wins": (
-        b"a\nb\nc\r\nd\r\ne\r\n",
-        {"old_str": "a\nb", "new_str": "A\nB"},
-        b"A\nB\nc\r\nd\r\ne\r\n",
-    ),
-    "R11-crlf-in-old": (b"a\nb\n", {"old_str": "a\r\nb", "new_str": "ab"}, b"ab\n"),
-    "E29-new-missing-deletes": (b"a\nb\n", {"old_str": "b\n"}, b"a\n"),
-    "E33-tabs-kept": (b"\tx\n\ty\n", {"old_str": "x", "new_str": "z"}, b"\tz\n\ty\n"),
-    "E51-latin-1-ascii-part": (b"caf\xe9 one\n", {"old_str": "one", "new_str": "two"}, b"caf\xe9 two\n"),
-    "R13-declared-encodable": (
-        b"# coding: latin-1\ncaf\xe9\n",
-        {"old_str": "caf\u00e9", "new_str": "th\u00e9"},
-        b"# coding: latin-1\nth\xe9\n",
-    ),
-    "E54-byte-order-mark-kept": (b"\xef\xbb\xbfa\n", {"old_str": "a", "new_str": "b"}, b"\xef\xbb\xbfb\n"),
-    "E54-ascii-becomes-utf-8": (
-        b"a\n",
-        {"old_str": "a", "new_str": "\u4e16\u754c\U0001f389"},
-        "\u4e16\u754c\U0001f389\n".encode(),
-    ),
-    "R7-one-shared-break-left-out": (b"a\nb", {"old_str": "\nb\n", "new_str": "\nX\n"}, b"a\nX"),
-    "R6-old-from-an-undefined-encoding": ("é\n".encode(), {"old_str": "é", "new_str": "e"}, b"e\n"),
-    "backslashes-verbatim": (b"x\n", {"old_str": "x", "new_str": r"\1\n\g<0>"}, rb"\1\n\g<0>" + b"\n"),
-}
-
-
-@pytest.mark.parametrize("row", EDITS)
-async def test_str_replace(row: str, desk: Desk) -> None:
-    before, arguments, after = EDITS[row]
-    desk.files.put(F, before)
-    answer = await desk("str_replace", **arguments)
-    assert not answer.startswith("ERROR"), answer
-    assert desk.files.get(F) == after
-    assert not (await desk("undo_edit")).startswith("ERROR")
-    assert desk.files.get(F) == before
-
-
-REFUSED_EDITS: dict[str, tuple[bytes, dict[str, Any], list[str]]] = {
-    "E25-lines-named": (b"a\nb\nb\n", {"old_str": "b", "new_str": "x"}, ["lines 2, 3"]),
-    "E25-multi-line-twice": (b"a\nb\na\nb\n", {"old_str": "a\nb", "new_str": "x"}, ["lines 1, 3"]),
-    "E25-multi-line-twice-crlf": (b"a\r\nb\r\na\r\nb\r\n", {"old_str": "a\nb", "new_str": "x"}, ["lines 1, 3"]),
-    "E27-overlapping": (b"aaa\n", {"old_str": "aa", "new_str": "X"}, ["more than once"]),
-    "E28-absent": (b"a\n", {"old_str": "zz", "new_str": "y"}, ["not found"]),
-    "E28-same-present": (b"a\n", {"old_str": "a", "new_str": "a"}, ["same"]),
-    "E28-same-absent": (b"a\n", {"old_str": "zz", "new_str": "zz"}, ["not found"]),
-    "E29-old-missing": (b"a\n", {"new_str": "y"}, ["old_str"]),
-    "E30-old-empty": (b"a\n", {"old_str": "", "new_str": "y"}, ["empty"]),
-    "E30-old-empty-file-empty": (b"", {"old_str": "", "new_str": "y"}, ["empty"]),
-    "E30-old-blank": (b"a  b\n", {"old_str": "  ", "new_str": "y"}, ["blank"]),
-    "E32-escape": (b'"a\\nb"\n', {"old_str": '"a\nb"', "new_str": "y"}, ["not found", "real line break"]),
-    "E32-escape-other-way": (b"a\nb\n", {"old_str": "a\\nb", "new_str": "y"}, ["not found", "two characters"]),
-    "E34-tab": (b"a\tb\n", {"old_str": "a       b", "new_str": "y"}, ["not found", "tabs"]),
-    "E34-tab-other-width": (b"a\tb\n", {"old_str": "a    b", "new_str": "y"}, ["not found", "tabs"]),
-    "E35-trailing-space": (
-        b"    x = 1\n",
-        {"old_str": "    x = 1 ", "new_str": "    x = 2 "},
-        ["not found", "end of line 1"],
-    ),
-    "R7-indentation": (
-        b"if a:\n    b\n",
-        {"old_str": "if a:\n  b", "new_str": "y"},
-        ["not found", "indentation of line 2"],
-    ),
-    "E37-line-numbers": (
-        b"a\nb\nc\n",
-        {"old_str": "     1\ta\n     2\tb", "new_str": "y"},
-        ["not found", "remove the numbers"],
-    ),
-    "E38-quotes": (b'say "hi"\n', {"old_str": "say \u201chi\u201d", "new_str": "y"}, ["not found", "quotes"]),
-    "E38-composition": (
-        unicodedata.normalize("NFD", "caf\u00e9\n").encode(),
-        {"old_str": "caf\u00e9", "new_str": "y"},
-        ["not found", "composition"],
-    ),
-    "R7-first-difference": (b"a\nb\nc\n", {"old_str": "a\nb\nX", "new_str": "y"}, ["not found", "line 3 differs"]),
-    "E53-unencodable": (b"caf\xe9 x\n", {"old_str": "x", "new_str": "\U0001f389"}, ["cannot hold"]),
-    "E53-unencodable-declared": (
-        b"# coding: latin-1\n\xe9 x\n",
-        {"old_str": "x", "new_str": "\u4e16"},
-        ["cannot hold"],
-    ),
-    "E55-elf": (b"\x7fELF\x02\x01\x01\0\0\0x", {"old_str": "x", "new_str": "y"}, ["binary"]),
-    "E55-png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", {"old_str": "x", "new_str": "y"}, ["binary"]),
-    "E54-utf-16": ("x\n".encode("utf-16"), {"old_str": "x", "new_str": "y"}, ["binary"]),
-}
-
-
-@pytest.mark.parametrize("row", REFUSED_EDITS)
-async def test_str_replace_refused(row: str, desk: Desk) -> None:
-    data, arguments, said = REFUSED_EDITS[row]
-    desk.files.put(F, data)
-    answer = await desk("str_replace", **arguments)
-    assert answer.startswith("ERROR:")
-    assert all(part in answer for part in said), answer
-    assert desk.files.get(F) == data
-    assert answer == await desk("str_replace", **arguments)
-
-
-INSERTS: dict[str, tuple[bytes, Any, str, bytes]] = {
-    "E40-before-first": (b"a\nb\nc\n", 0, "X", b"X\na\nb\nc\n"),
-    "E40-after-first": (b"a\nb\nc\n", 1, "X", b"a\nX\nb\nc\n"),
-    "E40-after-last": (b"a\nb\nc\n", 3, "X", b"a\nb\nc\nX\n"),
-    "E41-last-line-open": (b"a\nb\nc", 3, "X", b"a\nb\nc\nX\n"),
-    "E41-before-open-last-line": (b"a\nb\nc", 2, "X", b"a\nb\nX\nc"),
-    "E9-crlf": (b"a\r\nb\r\n", 1, "x", b"a\r\nx\r\nb\r\n"),
-    "E9-crlf-open": (b"a\r\nb", 2, "x\ny", b"a\r\nb\r\nx\r\ny\r\n"),
-    "R9-no-extra-blank": (b"a\n", 1, "X\n", b"a\nX\n"),
-    "R9-blank-line": (b"a\n", 1, "", b"a\n\n"),
-    "R9-empty-file": (b"", 0, "X", b"X\n"),
-    "E43-string": (b"a\nb\n", "1", "X", b"a\nX\nb\n"),
-    "E43-float": (b"a\nb\n", 1.0, "X", b"a\nX\nb\n"),
-}
-
-
-@pytest.mark.parametrize("row", INSERTS)
-async def test_insert(row: str, desk: Desk) -> None:
-    before, line, text, after = INSERTS[row]
-    desk.files.put(F, before)
-    assert not (await desk("insert", insert_line=line, new_str=text)).startswith("ERROR")
-    assert desk.files.get(F) == after
-
-
-REFUSED_INSERTS: dict[str, tuple[dict[str, Any], str]] = {
-    "E40-behind": ({"insert_line": 4, "new_str": "X"}, "[0, 3]"),
-    "E40-negative": ({"insert_line": -1, "new_str": "X"}, "[0, 3]"),
-    "E43-word": ({"insert_line": "x", "new_str": "X"}, "insert_line"),
-    "E43-missing": ({"new_str": "X"}, "insert_line"),
-    "R9-no-text": ({"insert_line": 1}, "new_str"),
-}
-
-
-@pytest.mark.parametrize("row", REFUSED_INSERTS)
-async def test_insert_refused(row: str, desk: Desk) -> None:
-    arguments, said = REFUSED_INSERTS[row]
-    desk.files.put(F, b"a\nb\nc\n")
-    answer = await desk("insert", **arguments)
-    assert answer.startswith("ERROR:")
-    assert said in answer
-    assert desk.files.get(F) == b"a\nb\nc\n"
-
-
-@pytest.mark.parametrize(("line", "first", "last"), [(15, 11, 21), (1, 1, 7), (30, 26, 32)])
-async def test_e39_snippet_of_replace(line: int, first: int, last: int, desk: Desk) -> None:
-    desk.files.put(F, b"".join(b"l%02d\n" % i for i in range(1, 31)))
-    shown = rows(await desk("str_replace", old_str=f"l{line:02}", new_str="x\ny\nz"))
-    assert [int(row.split("\t")[0]) for row in shown] == list(range(first, last + 1))
-    assert [row.split("\t")[1] for row in shown][line - first : line - first + 3] == ["x", "y", "z"]
-
-
-async def test_r8_snippet_of_insert(desk: Desk) -> None:
-    desk.files.put(F, b"".join(b"l%02d\n" % i for i in range(1, 31)))
-    shown = rows(await desk("insert", insert_line=15, new_str="x\ny"))
-    assert [int(row.split("\t")[0]) for row in shown] == list(range(12, 22))
-
-
-async def test_e17_e19_e22_create(desk: Desk) -> None:
-    assert not (await desk("create", file_text="hi")).startswith("ERROR")
-    assert desk.files.get(F) == b"hi"
-    if desk.files.real:
-        assert stat.S_IMODE(os.stat(desk.files.host(F)).st_mode) == 0o644
-    assert not (await desk("create", "/work/empty", file_text="")).startswith("ERROR")
-    assert desk.files.get("/work/empty") == b""
-    assert not (await desk("create", "/work/a.pdf", file_text="text")).startswith("ERROR")
-    assert "file_text" in await desk("create", "/work/none")
-    assert desk.files.get("/work/none") is None
-
-
-async def test_e18_create_refuses_what_exists(desk: Desk) -> None:
-    desk.files.put(F, b"old")
-    assert "already exists" in await desk("create", file_text="new")
-    assert "already exists" in await desk("create", "/work", file_text="new")
-    assert desk.files.get(F) == b"old"
-
-
-async def test_e20_create_makes_parents_but_not_of_a_file(desk: Desk) -> None:
-    assert not (await desk("create", "/work/x/y/z.py", file_text="1\n")).startswith("ERROR")
-    assert desk.files.get("/work/x/y/z.py") == b"1\n"
-    assert "Not a directory" in await desk("create", "/work/x/y/z.py/w", file_text="1")
-
-
-async def test_e23_e24_undo_down_to_creation(desk: Desk) -> None:
-    await desk("create", file_text="v0\n")
-    await desk("str_replace", old_str="v0", new_str="v1")
-    assert "undone" in await desk("undo_edit")
-    assert desk.files.get(F) == b"v0\n"
-    assert "gone" in await desk("undo_edit")
-    assert desk.files.get(F) is None
-    assert "no history" in await desk("undo_edit")
+@pytest.mark.parametrize("letter", ["z", "\u00e9", "\u4e16"])
+async def test_r15_one_giant_line(letter: str, desk: Desk) -> None:
+    """What is left out of a line is told exactly, and a character cut by the limit spoils nothing."""
+    giant = letter * (11_000_000 // len(letter.encode()))
+    desk.files.put(F, f"first\n{giant}\nlast\n".encode())
+    answer = await desk("view", view_range=[2, 2])
+    shown = answer.count(letter)
+    assert 15_000 < shown < 16_000
+    assert f"... [{(len(giant) - shown) * len(letter.encode())} more bytes in this line]" in answer
+    assert "UTF-8" not in answer
+    answer = await desk("view", view_range=[1, -1])
+    assert rows(answer) == ["     1\tfirst"]
+    assert "up to line 1 of 3" in answer
+    assert rows(await desk("view", view_range=[3, 3])) == ["     3\tlast"]
 
 
 async def test_r10_ten_edits_can_be_undone(desk: Desk) -> None:
@@ -340,14 +130,6 @@ async def test_r10_ten_edits_can_be_undone(desk: Desk) -> None:
     for i in reversed(range(12)):
         await desk("undo_edit")
         assert desk.files.get(F) == b"%d\n" % i
-
-
-async def test_e46_undo_keeps_outside_changes(desk: Desk) -> None:
-    desk.files.put(F, b"a\n")
-    await desk("str_replace", old_str="a", new_str="b")
-    desk.files.put(F, b"b\nmore\n")
-    assert "changed since" in await desk("undo_edit")
-    assert desk.files.get(F) == b"b\nmore\n"
 
 
 async def test_e47_directories(desk: Desk) -> None:
@@ -369,32 +151,12 @@ async def test_e47_directories(desk: Desk) -> None:
     assert (await desk("view", "/work/.git")).split("\n")[1:] == ["/work/.git/", "/work/.git/config"]
 
 
-async def test_e48_names_are_literal(desk: Desk) -> None:
-    names = ["sp ace", "it's", "a$(touch inj)", "-n", "new\nline"]
-    for name in names:
-        desk.files.put(f"/work/{name}/file", b"x\n")
-    answer = await desk("view", "/work")
-    assert all(f"/work/{name}/\n" in answer for name in names)
-    for name in names:
-        assert rows(await desk("view", f"/work/{name}/file")) == ["     1\tx"]
-        assert f"/work/{name}/file" in await desk("view", f"/work/{name}")
-    assert not any("inj" in name for name in os.listdir("."))
-
-
 async def test_r17_cap(desk: Desk) -> None:
     for i in range(700):
         desk.files.put(f"/work/file{i:04}", b"")
     answer = await desk("view", "/work")
     assert "more entries" in answer
     assert len(answer) <= 16_000
-
-
-async def test_e50_directories_are_not_edited(desk: Desk) -> None:
-    desk.files.mkdir("/work")
-    assert "directory" in await desk("view", "/work", view_range=[1, 2])
-    assert "directory" in await desk("str_replace", "/work", old_str="a", new_str="b")
-    assert "directory" in await desk("insert", "/work", insert_line=0, new_str="b")
-    assert "no history" in await desk("undo_edit", "/work")
 
 
 async def test_e14_e15_paths(files: Any) -> None:
@@ -414,51 +176,15 @@ async def test_e14_e15_paths(files: Any) -> None:
     assert rows(await desk("view", "//work/f.txt")) == ["     1\ta"]
 
 
-async def test_e57_special_files_are_not_opened(desk: Desk) -> None:
-    desk.files.fifo("/work/pipe")
-    for command, rest in (("view", {}), ("str_replace", {"old_str": "a", "new_str": "b"})):
-        assert "not a regular file" in await desk(command, "/work/pipe", **rest)
-
-
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
 async def test_e58_refused_writes_are_answers(code: int, files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(path: str, data: bytes, *, expected: bytes | None = None) -> None:
-        raise SandboxPathError(code, os.strerror(code), path)
-
     files.put(F, b"a\n")
-    monkeypatch.setattr(files, "write_file", full)
+    monkeypatch.setattr(files, "write_file", refuse_writes(code))
     desk = Desk(files)
     assert os.strerror(code) in await desk("str_replace", old_str="a", new_str="b")
     assert os.strerror(code) in await desk("create", "/work/new", file_text="b")
     assert files.get(F) == b"a\n"
     assert "no history" in await desk("undo_edit")
-
-
-async def test_e59_second_of_two_racing_edits_is_refused(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.put(F, b"a\nb\n")
-    read: Callable[..., Any] = files.read_file
-
-    async def read_then_race(path: str, **options: Any) -> bytes:
-        data: bytes = await read(path, **options)
-        monkeypatch.setattr(files, "read_file", read)
-        files.put(F, b"a\nother\n")
-        return data
-
-    monkeypatch.setattr(files, "read_file", read_then_race)
-    answer = await Desk(files)("str_replace", old_str="a", new_str="mine")
-    assert "changed since it was read" in answer
-    assert files.get(F) == b"a\nother\n"
-    with pytest.raises(SandboxConflict):
-        await files.write_file(F, b"x", expected=b"no")
-
-
-async def test_e60_control_tokens_are_shown_as_text(desk: Desk) -> None:
-    desk.files.put(F, b"<|im_end|>\n<|im_start|>system\n</tool_response>\n")
-    assert [row.split("\t")[1] for row in rows(await desk("view"))] == [
-        "<|im_end|>",
-        "<|im_start|>system",
-        "</tool_response>",
-    ]
 
 
 BYTES = st.lists(st.sampled_from([b"a", b"b", b"\n", b"\r\n", b"\t", b" ", "é".encode(), b"\xe9"]), max_size=30).map(
@@ -494,3 +220,116 @@ def test_insert_keeps_every_other_line(data: bytes, line: int, text: str) -> Non
     others = b"\n".join(lines[:line] + lines[line + edited.count :])
     assert others.removesuffix(b"\n").removesuffix(b"\r") == data.removesuffix(b"\n").removesuffix(b"\r")
     assert b"\n".join(block).replace(b"\r", b"").decode() == text.replace("\r", "").removesuffix("\n")
+
+
+PIECES = (
+    b"a",
+    b"bb",
+    b"\n",
+    b"\r\n",
+    b"\t",
+    b"  ",
+    "\u00e9\U0001f389".encode(),
+    b"\xe9",
+    b"def f():\n",
+    b"\\1\\n",
+    b"x" * 80,
+)
+WORDS = ("a", "bb", "\n", "\t", "  ", "\u00e9", "def f():\n", "\\1", "y", "a\nb", "")
+
+
+async def test_ten_thousand_edits_against_bytes(files: Any) -> None:
+    """Whatever is edited, the bytes before and after the edit stay, and undo gives back every version."""
+    rng = random.Random(files.real)
+    desk = Desk(files)
+    data, versions, edits, started = b"", [], 0, time.perf_counter()
+    files.put(F, data)
+    for number in range(5_000):
+        if number % 40 == 0:
+            data, versions = b"".join(rng.choices(PIECES, k=rng.randrange(40))), []
+            desk = Desk(files)
+            files.put(F, data)
+        if versions and rng.random() < 0.1:
+            await desk("undo_edit")
+            data = versions.pop()
+        elif rng.random() < 0.5:
+            lines = data.count(b"\n") + 1
+            at, text = rng.randrange(-1, lines + 2), "".join(rng.choices(WORDS, k=3))
+            data = await edited_by_insert(desk, data, at, text, versions)
+        else:
+            old = pick(rng, data)
+            data = await edited_by_replace(desk, data, old, "".join(rng.choices(WORDS, k=2)), versions)
+        edits += len(versions)
+        assert files.get(F) == data
+    assert edits > 2_000
+    assert time.perf_counter() - started < 20
+
+
+def pick(rng: random.Random, data: bytes) -> str:
+    """Some text of the file, most of the time."""
+    if not data or rng.random() < 0.2:
+        return "".join(rng.choices(WORDS, k=2))
+    start = rng.randrange(len(data))
+    return data[start : start + rng.randrange(1, 30)].decode(errors="ignore").replace("\r\n", "\n")
+
+
+async def edited_by_insert(desk: Desk, data: bytes, at: int, text: str, versions: list[bytes]) -> bytes:
+    """Every line of the file is still there, in order, with the new lines after line `at`."""
+    answer = await desk("insert", insert_line=at, new_str=text)
+    after = desk.files.get(F)
+    if answer.startswith("ERROR"):
+        assert after == data
+        return data
+    lines = data.split(b"\n")[: data.count(b"\n") + (not data.endswith(b"\n") and data != b"")]
+    head = b"".join(line + b"\n" for line in lines[:at])
+    open_head = data[: len(head)]
+    tail = data[len(open_head) :]
+    assert after.startswith(open_head)
+    assert after.endswith(tail)
+    middle = after[len(open_head) : len(after) - len(tail)]
+    expected = (b"" if open_head.endswith(b"\n") or not open_head else b"\n") + text.encode()
+    expected += b"" if text.endswith("\n") else b"\n"
+    assert middle.replace(b"\r\n", b"\n") == expected.replace(b"\r\n", b"\n")
+    versions.append(data)
+    return after
+
+
+async def edited_by_replace(desk: Desk, data: bytes, old: str, new: str, versions: list[bytes]) -> bytes:
+    """What lies before and after the one occurrence is untouched."""
+    answer = await desk("str_replace", old_str=old, new_str=new)
+    after = desk.files.get(F)
+    if answer.startswith("ERROR"):
+        assert after == data
+        return data
+    shared = next((i for i, (x, y) in enumerate(zip(data, after, strict=False)) if x != y), min(len(data), len(after)))
+    explained = False
+    for trimmed, put in trims(old, new):
+        for start in range(shared + 1):
+            end = end_of(data, start, trimmed)
+            middle = after[start : len(after) - (len(data) - end)]
+            outside = after.startswith(data[:start]) and after.endswith(data[end:])
+            explained |= end >= start and outside and middle.replace(b"\r\n", b"\n") == put
+    assert explained
+    versions.append(data)
+    return after
+
+
+def trims(old: str, new: str) -> list[tuple[bytes, bytes]]:
+    """The texts as given, and without one line break that both share at either end."""
+    pairs = [(old, new)]
+    pairs += [(o[1:], n[1:]) for o, n in pairs if o.startswith("\n") and (n.startswith("\n") or not n)]
+    pairs += [(o[:-1], n[:-1]) for o, n in pairs if o.endswith("\n") and (n.endswith("\n") or not n)]
+    return [(o.encode(), n.encode()) for o, n in pairs if o]
+
+
+def end_of(data: bytes, start: int, text: bytes) -> int:
+    """Where `text` ends in the file when it starts at `start`, its line breaks matching CRLF too; -1 if it does not."""
+    at = start
+    for byte in text:
+        if byte == 10 and data.startswith(b"\r\n", at):
+            at += 2
+        elif at < len(data) and data[at] == byte:
+            at += 1
+        else:
+            return -1
+    return at

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyenv import formats
@@ -15,7 +15,9 @@ from skyenv.tools import default_tools
 from skyenv.types import FinishReason, Message, ToolCall
 
 TOOLS = tuple(tool.spec for tool in default_tools())
-CODEACT, HERMES = formats.get("codeact"), formats.get("hermes")
+CODEACT, HERMES, HARMONY = formats.get("codeact"), formats.get("hermes"), formats.get("harmony")
+ALL_FORMATS = [formats.get(name) for name in formats.names()]
+TEXT_FORMATS = [form for form in ALL_FORMATS if form is not HARMONY]
 
 
 def f(command: str, name: str = "execute_bash", parameter: str = "command") -> str:
@@ -172,7 +174,7 @@ def test_p37_no_call_is_no_error(name: str, text: str) -> None:
     assert parsed.error is None
 
 
-@pytest.mark.parametrize("form", [CODEACT, HERMES], ids=["codeact", "hermes"])
+@pytest.mark.parametrize("form", TEXT_FORMATS, ids=lambda form: form.name)
 def test_thinking_opened_by_the_prompt(form: formats.Format) -> None:
     inside, after = form.render_call(bash("rm")[0]), form.render_call(bash("ls")[0])
     assert list(form.parse(f"{inside}\n</think>\n{after}", TOOLS, thinking_open=True).calls) == bash("ls")
@@ -282,6 +284,23 @@ SOUP = st.lists(
                 "<",
                 "</",
                 '{"name": "execute_bash", "arguments": {"command": "ls"}}',
+                "<|python_tag|>",
+                "[TOOL_CALLS]",
+                "[ARGS]",
+                "execute_bash",
+                "<｜tool▁calls▁begin｜>",
+                "<｜tool▁call▁begin｜>",
+                "<｜tool▁sep｜>",
+                "<｜tool▁call▁end｜>",
+                "```",
+                "<|channel|>commentary to=functions.execute_bash",
+                "<|message|>",
+                "<|call|>",
+                "<|end|>",
+                "<|start|>assistant",
+                '{"tool_calls": [',
+                "]",
+                ";",
                 "x",
             ]
         ),
@@ -320,7 +339,8 @@ CALL = st.one_of(
 )
 
 
-@pytest.mark.parametrize("form", [CODEACT, HERMES], ids=["codeact", "hermes"])
+@pytest.mark.parametrize("form", TEXT_FORMATS, ids=lambda form: form.name)
+@settings(max_examples=50)
 @given(call=CALL, prose=st.sampled_from(["", "I look.\n", "<think>\nplan\n</think>\n\n"]))
 def test_round_trip(form: formats.Format, call: ToolCall, prose: str) -> None:
     parsed = form.parse(prose + form.render_call(call), TOOLS)
@@ -329,13 +349,15 @@ def test_round_trip(form: formats.Format, call: ToolCall, prose: str) -> None:
     assert parsed.repairs == 0
 
 
-@pytest.mark.parametrize("form", [CODEACT, HERMES], ids=["codeact", "hermes"])
+@pytest.mark.parametrize("form", TEXT_FORMATS, ids=lambda form: form.name)
+@settings(max_examples=30)
 @given(calls=st.lists(CALL, min_size=2, max_size=3))
 def test_round_trip_of_several(form: formats.Format, calls: list[ToolCall]) -> None:
     assert list(form.parse("\n".join(map(form.render_call, calls)), TOOLS).calls) == calls
 
 
 @pytest.mark.parametrize("name", formats.names())
+@settings(max_examples=80)
 @given(text=SOUP, reason=st.sampled_from(["stop", "length", "abort"]), thinking_open=st.booleans())
 def test_parser_never_raises_and_is_all_or_nothing(
     name: str, text: str, reason: FinishReason, thinking_open: bool
@@ -346,7 +368,7 @@ def test_parser_never_raises_and_is_all_or_nothing(
 
 @given(command=SOUP, cut=st.integers(0, 300))
 def test_a_cut_text_never_runs_something_else(command: str, cut: int) -> None:
-    for form in (CODEACT, HERMES):
+    for form in ALL_FORMATS:
         text = form.render_call(ToolCall("execute_bash", {"command": command, "timeout": 5.0}))
         parsed = form.parse(text[:cut], TOOLS, finish_reason="length")
         assert parsed.calls in ((), (ToolCall("execute_bash", {"command": command, "timeout": 5.0}),))
@@ -367,6 +389,16 @@ def test_a_cut_text_never_runs_something_else(command: str, cut: int) -> None:
         f("ls") + "\n",
         "<tool_call>\n\n   ",
         "[[[",
+        '[TOOL_CALLS][{"name": "x", "arguments": {"a": "\n"}}]',
+        "[TOOL_CALLS]x[ARGS]{}",
+        '{"name": "x", "parameters": {"a": "\n"}}\n',
+        '{"name": \n \n ',
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜> \n \n",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>x\n```json\n{}\n```<｜tool▁call▁end｜>",
+        "<|channel|>analysis<|message|>x<|end|><|start|>assistant",
+        "<|start|> \n",
+        "<|channel|>commentary to=functions.x<|message|>{}<|call|><|start|>assistant",
+        '{"tool_calls": [{"function": {"name": "x"}}]}\n',
     ],
 )
 @pytest.mark.parametrize("name", formats.names())
@@ -393,7 +425,7 @@ def test_observations() -> None:
     assert HERMES.observation("Go on.", None) == Message("tool", "Go on.")
 
 
-@pytest.mark.parametrize("name", formats.names())
+@pytest.mark.parametrize("name", [name for name in formats.names() if name != "openai"])
 def test_tools_are_described(name: str) -> None:
     text = formats.get(name).render_tools(TOOLS)
     for spec in TOOLS:
@@ -404,5 +436,5 @@ def test_tools_are_described(name: str) -> None:
 def test_unknown_format_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'hermes'"):
         formats.get("Hermes-2")
-    with pytest.raises(ConfigError, match="Known: codeact, hermes"):
+    with pytest.raises(ConfigError, match=r"Known: codeact, deepseek, .*package\.module:Name"):
         formats.get("")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
-import pytest_asyncio
 
-import skyenv
 from skyenv.core import Sandbox, SandboxProvider, Tool
+from skyenv.testing.editor_desk import EditorDesk, prepare
+from skyenv.testing.editor_rows import ROWS, check_row
 from skyenv.tools import ExecuteBash, StrReplaceEditor, check_arguments
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -42,31 +41,16 @@ class Desk:
 Open = Callable[..., AbstractAsyncContextManager[Desk]]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def desk() -> AsyncIterator[Open]:
-    """Opens desks on one node; the task that opens the client also closes it, as structured concurrency wants."""
-    opened: asyncio.Future[SandboxProvider] = asyncio.get_running_loop().create_future()
-    done = asyncio.Event()
-
-    async def hold() -> None:
-        async with skyenv.connect() as client:
-            opened.set_result(client)
-            await done.wait()
-
-    holder = asyncio.create_task(hold())
-    await asyncio.wait([holder, opened], return_when=asyncio.FIRST_COMPLETED)
-    if holder.done():
-        holder.result()
-    client = opened.result()
+@pytest.fixture(scope="module")
+def desk(client: SandboxProvider) -> Open:
+    """Opens desks, each on a sandbox of its own."""
 
     @asynccontextmanager
     async def open_desk(soft_timeout: float = 20.0) -> AsyncIterator[Desk]:
         async with client.sandbox() as sandbox:
             yield Desk(sandbox, soft_timeout)
 
-    yield open_desk
-    done.set()
-    await holder
+    return open_desk
 
 
 def code(answer: str) -> int:
@@ -199,13 +183,16 @@ async def test_b18_b19_terminal_output(desk: Open) -> None:
         assert code(answer) == 0
         assert "m60" in answer
         assert code(await run("touch a; git add a; git commit")) != 0
+        assert "still running" not in await run("man ls")
 
 
 async def test_b21_deleted_directory(desk: Open) -> None:
     async with desk() as run:
         await run("mkdir /tmp/gone; cd /tmp/gone")
         await run("rm -r /tmp/gone")
-        assert output(await run("echo still here")).endswith("still here")
+        answer = await run("echo still here")
+        assert output(answer).endswith("still here")
+        assert cwd(answer) == "/tmp/gone; it was removed"
         assert code(await run("cd /tmp")) == 0
 
 
@@ -236,3 +223,90 @@ async def test_editor_on_real_files(desk: Open) -> None:
 async def test_b3_nothing_runs_at_idle(command: str, desk: Open) -> None:
     async with desk() as run:
         assert (await run(command)).startswith("ERROR: no command is running")
+
+
+async def test_editor_rows(client: SandboxProvider) -> None:
+    """Every row of the table on real files; a sandbox with a small limit on files stands for a full disk."""
+    failed: list[str] = []
+    async with client.sandbox() as box, client.sandbox(file_bytes=1 << 20) as small:
+        for number, row in enumerate(ROWS):
+            sandbox, root = small if row.limit else box, f"/tmp/row{number}"
+            try:
+                with anyio.fail_after(20):
+                    await prepare(row, sandbox, root)
+                    await check_row(row, EditorDesk(StrReplaceEditor(workdir=root), sandbox, root))
+            except (AssertionError, TimeoutError) as error:
+                failed.append(f"{row.name}: {error!r}")
+    assert not failed, "\n".join(failed)
+
+
+async def test_editor_needs_no_program_inside(client: SandboxProvider) -> None:
+    """Every program directory is gone, so neither Python nor a shell nor anything else can be started."""
+    async with client.sandbox() as box:
+        gone = "for d in /bin /sbin /usr /lib /lib64 /opt; do mv $d /gone$d.away 2>/dev/null || true; done"
+        await box.write_file("/tmp/w/a.py", b"one\r\ntwo\r\n")
+        result = await box.exec(f"mkdir -p /gone; cp -a /usr/bin/env /tmp/env 2>/dev/null; {gone}; env")
+        assert result.exit_code == 127, result
+        editor = StrReplaceEditor()
+        for call in (
+            {"command": "view", "path": "/tmp/w"},
+            {"command": "str_replace", "path": "/tmp/w/a.py", "old_str": "two", "new_str": "2"},
+            {"command": "create", "path": "/tmp/w/deep/b.py", "file_text": "x\n"},
+            {"command": "undo_edit", "path": "/tmp/w/deep/b.py"},
+        ):
+            answer = await editor.run(call, box)
+            assert not answer.startswith("ERROR"), answer
+        assert await box.read_file("/tmp/w/a.py") == b"one\r\n2\r\n"
+
+
+@pytest.mark.parametrize("timeout", ["abc", -1, 0])
+async def test_b22_bad_timeouts(timeout: Any, desk: Open) -> None:
+    async with desk() as run:
+        checked = check_arguments(run.bash.spec, {"command": "touch /tmp/ran", "timeout": timeout})
+        answer = checked if isinstance(checked, str) else await run.bash.run(checked, run.sandbox)
+        assert "timeout" in answer
+        assert code(await run("test -e /tmp/ran")) == 1
+
+
+async def test_b22_huge_timeout_is_clamped(desk: Open) -> None:
+    async with desk() as run:
+        assert output(await run("echo ran", timeout=1e9)) == "ran"
+
+
+@pytest.mark.parametrize("flag", [True, "True", "true"])
+async def test_b24_is_input_in_any_spelling(flag: Any, desk: Open) -> None:
+    async with desk(0.3) as run:
+        assert "could take input" in await run("yes", is_input=flag)
+        assert "still running" in await run("sleep 100")
+        assert "neither run nor delivered" in await run("yes", is_input=flag)
+        assert code(await run("C-c", is_input=flag)) == 130
+
+
+async def test_b8_programs_on_a_terminal(client: SandboxProvider) -> None:
+    """B8, B3 and B25 on a terminal: text, a bare Enter, C-d and C-c reach the program that reads from it."""
+    async with client.sandbox() as box:
+        run = Desk(box, 0.5)
+        run.bash = ExecuteBash(soft_timeout=0.5, terminal=True)
+        assert output(await run("cd /tmp; pwd")) == "/tmp"
+        asked = await run('read -p "name? " x; echo "[$x]"; cat; echo end', terminal="true")
+        assert output(asked) == "name? "
+        assert "text with is_input" in asked
+        assert "was not run" in await run("ls")
+        assert "[]" in await run("", is_input=True)
+        assert "still running" in await run("")
+        assert "line\nline" in await run("line", is_input=True)
+        done = await run("C-d", is_input=True)
+        assert "end" in done
+        assert code(done) == 0
+        assert ">>>" in await run("python3 -q", terminal=True)
+        assert "42" in await run("print(6 * 7)", is_input="True")
+        assert "KeyboardInterrupt" in await run("C-c")
+        assert code(await run("C-d")) == 0
+        assert "still running" in await run("trap '' INT; sleep 100", terminal=True)
+        assert "still running" in await run("C-c")
+        assert code(await run("C-c")) >= 128
+        assert "still running" in await run("sleep 100", terminal=True)
+        assert "did not reach" in await run("x\n" * 200_000, is_input=True)
+        await run("C-c")
+        assert code(await run("C-c")) >= 128
+        assert output(await run("pwd; cat")) == "/tmp"

@@ -52,6 +52,21 @@ def last_json(text: str) -> dict[str, Any]:
         (["eval", "--policy", "scripted"], "needs --script"),
         (["eval", "--policy", "empty", "--k", "0"], "--k 0: must be at least 1"),
         (["eval", "--policy", "empty", "--format", "hermis"], "did you mean 'hermes'"),
+        (["train", str(recipe("demo")), "--rollout.condenser", "summarise"], "set rollout.segments to last"),
+        (["train", str(recipe("demo")), "--env.options.tools", "opnhands"], "unknown name 'opnhands'"),
+        (["eval", "--policy", "empty", "--rollout.histry", "strip"], "did you mean 'rollout.history'"),
+        (["eval", "--policy", "empty", "--rollout", "3"], "rollout is a section"),
+        (["eval", "--policy", "empty", "--rollout.group_size", "3"], "--rollout.group_size is for training alone; --k"),
+        (["eval", "--policy", "empty", "--env.options.tools", "opnhands"], "unknown name 'opnhands'"),
+        (
+            ["eval", "--policy", "empty", "--tasks.limit", "3"],
+            "unknown argument '--tasks'; see sky_trainer",
+        ),
+        (["eval", "--policy", "hf", "--model", "x", "--format", "openai"], "--format openai needs --policy openai"),
+        (
+            ["eval", "--policy", "openai", "--url", "http://x", "--rollout.template_options.enable_thinking", "false"],
+            "rollout.template_options: they need --model",
+        ),
         (["eval", "--policy", "empty", "--limit", "1", "--sandbox", "localhost:1"], "must start with http"),
     ],
 )
@@ -78,6 +93,21 @@ def test_eval_gold_and_empty(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     result = last_json(capsys.readouterr().out)
     assert result["resolved"] == result["pass@2"] == 0
     assert result["statuses"] == {"empty_patch": 4}
+
+
+def test_eval_takes_keys_of_rollout_and_env(tmp_path: Path) -> None:
+    out = tmp_path / "t.jsonl"
+    script = tmp_path / "s.yaml"
+    script.write_text("[{name: think, arguments: {thought: why}}, {name: finish}]")
+    words = ["eval", "--policy", "scripted", "--script", str(script), "--level", "1", "--limit", "1", "--out", str(out)]
+    assert main([*words, "--rollout.remind_seconds", "1800"]) == 0
+    assert main([*words, "--rollout.format=codeact", "--env.options.tools", "openhands"]) == 0
+    strict, openhands = (trajectory.turns[0] for trajectory in read_trajectories(out))
+    assert "seconds left" in strict.observation
+    assert "seconds left" not in openhands.observation
+    assert "think" in strict.observation.splitlines()[0]  # no such tool in the preset
+    assert "<function=think>" in openhands.text
+    assert openhands.observation == "Your thought has been logged."
 
 
 def test_eval_gold_by_patch_and_scripted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sky_trainer.assembly import make_format, make_renderer, make_rules, with_scripts
 from sky_trainer.commands.demo import recipe
-from sky_trainer.config import Config, every_key, from_mapping, load, to_mapping, with_overrides, write
+from sky_trainer.config import Config, RolloutConfig, every_key, from_mapping, load, to_mapping, with_overrides, write
 from sky_trainer.grpo import grpo_config
 from skyenv.errors import ConfigError
+from skyenv.history import MaskObservations
+from skyenv.rollout import TurnRules
+from skyenv.types import Message
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,42 @@ from skyenv.errors import ConfigError
         ({"tasks": {"source": 7}}, "tasks.source is 7; write text"),
         ({"grpo": [1]}, "grpo is [1]; write a mapping"),
         ({"micro_batch": 7}, "micro_batch is 7, which does not divide the 32 rows"),
+        ({"rollout": {"format": "hermis"}}, "rollout.format: unknown tool-call format 'hermis'; did you mean 'hermes'"),
+        ({"rollout": {"format": "no.such:Thing"}}, "rollout.format: cannot import 'no.such'"),
+        ({"rollout": {"format": ".:Thing"}}, "rollout.format: cannot import '.'"),
+        ({"rollout": {"format": "json:dumps"}}, "rollout.format: <function dumps"),
+        ({"rollout": {"format": "openai"}}, "rollout.format is openai, whose calls a server reports"),
+        ({"rollout": {"format": "openai", "describe_tools": "names"}}, "rollout.describe_tools is names, but openai"),
+        ({"rollout": {"history": "trim"}}, "rollout.history is 'trim'; it must be one of keep, strip"),
+        ({"rollout": {"template_options": [1]}}, "rollout.template_options is [1]; write a mapping"),
+        ({"rollout": {"template_options": {"tools": []}}}, "rollout.template_options.tools: the renderer sets it"),
+        (
+            {"rollout": {"condenser": "forget"}},
+            "rollout.condenser: unknown name 'forget'; choose none",
+        ),
+        ({"rollout": {"condenser": "json:dumps"}}, "has no method condense"),
+        ({"rollout": {"condense_tokens": 9}}, "rollout.condense_tokens is 9, but rollout.condenser is none"),
+        ({"rollout": {"condense_turns": 9}}, "rollout.condense_turns is 9, but rollout.condenser is none"),
+        ({"rollout": {"condense_turns": 1}}, "rollout.condense_turns is 1; it must be at least 2"),
+        ({"rollout": {"condense_tokens": -1}}, "rollout.condense_tokens is -1; it must be at least 0"),
+        ({"rollout": {"observation_tokens": -1}}, "rollout.observation_tokens is -1; it must be at least 0"),
+        ({"rollout": {"remind_turns": 2.5}}, "rollout.remind_turns is 2.5; write a whole number"),
+        ({"rollout": {"remind_tokens": -1}}, "rollout.remind_tokens is -1; it must be at least 0"),
+        ({"rollout": {"remind_seconds": "nan"}}, "rollout.remind_seconds is 'nan'; write a number"),
+        ({"rollout": {"remind_seconds": 10**400}}, "write a number"),
+        ({"rollout": {"wall_clock": 0}}, "rollout.wall_clock is 0.0; it must be at least 1"),
+        ({"rollout": {"stuck": "lenient"}}, "rollout.stuck is 'lenient'; it must be one of strict, skyrl, off"),
+        (
+            {"rollout": {"max_context": 1024}},
+            "rollout.max_context is 1024; it must be above rollout.max_tokens",
+        ),
+        ({"rollout": {"history": "strip"}}, "rollout.history is strip, which makes several segments"),
+        (
+            {"rollout": {"condenser": "summarise"}},
+            "set rollout.segments to last, which trains",
+        ),
+        ({"rollout": {"stop_policy": {"max_turns": -1}}}, "rollout.stop_policy.max_turns: -1 is not keep"),
+        ({"rollout": {"stop_policy": {"engine_error": "zero"}}}, "rollout.stop_policy.engine_error: a failure"),
     ],
 )
 def test_mistakes_name_field_and_fix(data: dict[str, Any], message: str) -> None:
@@ -101,6 +142,69 @@ def test_any_values_are_taken_or_refused_by_name(data: dict[str, Any]) -> None:
     except ConfigError as error:
         complaint = str(error)
     assert complaint if config is None else from_mapping(to_mapping(config)) == config
+
+
+MEMORY = """
+rollout:
+  segments: last
+  history: strip
+  template_options: {enable_thinking: false}
+  condenser: skyenv.history:MaskObservations
+  condense_tokens: 9000
+  condense_turns: 12
+  remind_turns: 5
+  remind_tokens: 2000
+  remind_seconds: 60
+  observation_tokens: 1500
+  stuck: off
+  format: skyenv.formats.codeact:CodeAct
+  stop_policy: {max_turns: zero, stuck: penalty, context: 0.25}
+"""
+
+
+def test_long_memory_reaches_the_rules_of_a_turn(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(MEMORY)
+    rollout = load(path).rollout
+    assert make_rules(rollout) == TurnRules(
+        stuck=None,
+        remind_turns=5,
+        remind_tokens=2000,
+        remind_seconds=60.0,
+        observation_tokens=1500,
+        condenser=MaskObservations(),
+        condense_tokens=9000,
+        condense_turns=12,
+    )
+    assert make_format(rollout).name == "codeact"
+    write(load(path), path)
+    assert load(path).rollout == rollout
+
+
+def test_the_chat_template_gets_its_options(tokenizer: Any) -> None:
+    thinking = copy.deepcopy(tokenizer)
+    thinking.chat_template += "{%- if add_generation_prompt and enable_thinking is false %}(brief){%- endif %}"
+    plain, brief = (
+        make_renderer(thinking, RolloutConfig(history="strip", template_options=options))
+        for options in ({}, {"enable_thinking": False})
+    )
+    prompt = [Message("user", "go")]
+    assert brief.decode(brief.prompt(prompt, ())) == plain.decode(plain.prompt(prompt, ())) + "(brief)"
+    assert brief.history == "strip"
+    with pytest.raises(ConfigError, match=r"rollout.template_options.enable_thinkin: .* has no such variable"):
+        make_renderer(tokenizer, RolloutConfig(template_options={"enable_thinkin": False}))
+
+
+def test_scripts_are_never_asked_for_a_summary() -> None:
+    rollout = RolloutConfig(condenser="summarise", condense_tokens=100, observation_tokens=10)
+    assert make_rules(with_scripts(rollout)) == TurnRules()
+
+
+def test_an_evaluation_may_be_greedy_and_forget() -> None:
+    data = {"rollout": {"condenser": "forget_half", "history": "strip", "temperature": 0, "format": "openai"}}
+    assert from_mapping(data, training=False).rollout.condenser == "forget_half"
+    with pytest.raises(ConfigError, match=r"rollout.condense_turns is 1"):
+        from_mapping({"rollout": {"condense_turns": 1}}, training=False)
 
 
 def test_defaults_are_valid() -> None:

@@ -6,9 +6,8 @@ outside, frees that sandbox, and judges the patch in a clean one, so that one sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from functools import partial
 from typing import Any, Self
 
 from skyenv.core import Reward, Sandbox, SandboxProvider
@@ -20,7 +19,7 @@ from skyenv.envs.swe.tasks import SweTask, TaskSet, load_tasks
 from skyenv.envs.tool_env import ToolEnv
 from skyenv.errors import EnvError
 from skyenv.rewards import reward_function
-from skyenv.tools import default_tools
+from skyenv.tools import ToolChoice
 from skyenv.types import Message, Trajectory
 
 OpenProvider = Callable[[], AbstractAsyncContextManager[SandboxProvider]]
@@ -31,7 +30,8 @@ class SWEEnv(ToolEnv[SweTask]):
 
     `tasks`: a set's name, a path, or a list. `sandbox`: an open provider, which stays its owner's, or a function that
     opens one, entered by `async with` or the first `areset` and left by `aclose`. `reward`: a name of
-    `skyenv.rewards` or a function. `prompt`: a preset of `prompts`. `aevaluate` returns the verdict of `grading`.
+    `skyenv.rewards` or a function. `prompt`: a preset of `prompts`. `tools`: what
+    `skyenv.tools.make_tools` takes. `aevaluate` returns the verdict of `grading`.
     """
 
     def __init__(
@@ -41,15 +41,10 @@ class SWEEnv(ToolEnv[SweTask]):
         *,
         reward: str | Reward = "outcome",
         prompt: str = "codeact",
-        observation_max_chars: int = 16_000,
+        tools: ToolChoice | Sequence[ToolChoice] = "strict",
         **options: Any,
     ) -> None:
-        super().__init__(
-            load_tasks(tasks),
-            partial(default_tools, observation_max_chars=observation_max_chars),
-            observation_max_chars=observation_max_chars,
-            **options,
-        )
+        super().__init__(load_tasks(tasks), tools, **options)
         self._reward = reward_function(reward)
         self._preset = get_preset(prompt)
         self._sandbox = sandbox

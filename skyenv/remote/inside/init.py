@@ -48,6 +48,7 @@ class Init:
             "exec": self._exec,
             "poll": self._poll,
             "interrupt": self._interrupt,
+            "input": self._input,
             "kill": self._kill,
             "stat": lambda n, h, _p: self._reply(n, {"info": files.status(h["path"])}),
             "list": lambda n, h, _p: self._reply(n, {"entries": files.list_dir(h["path"], h["depth"])}),
@@ -90,6 +91,8 @@ class Init:
                     self.shell.died(status)
                 elif pid in self.jobs:
                     self._job_ended(*self.jobs.pop(pid))
+                else:
+                    self.shell.reaped(pid, status)
 
     def _dispatch(self, frame: Frame) -> None:
         number, header = frame.header["id"], frame.header
@@ -130,6 +133,10 @@ class Init:
     def _interrupt(self, number: int, _header: dict[str, Any], _payload: bytes) -> None:
         if not self.shell.interrupt(partial(self._reply, number)):
             self._refuse(number, "idle", "no command is running")
+
+    def _input(self, number: int, header: dict[str, Any], payload: bytes) -> None:
+        if wrong := self.shell.type(payload, header["soft_timeout"], partial(self._reply, number)):
+            self._refuse(number, "idle", wrong)
 
     def _kill(self, number: int, _header: dict[str, Any], _payload: bytes) -> None:
         self.shell.kill()

@@ -13,12 +13,12 @@ import os
 import select
 import signal
 import time
-from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from . import processes
+from . import processes, terminal
 from .cgroups import oom_kills
+from .command import Reply, Running
 from .files import write_all
 
 INTERRUPT_GRACE = 2.0
@@ -34,67 +34,8 @@ _LINE = (
     "\\unset -f unset printf export; "
     "\\printf '%s ' \"$__status\" >&{fd} && \\export -p >&{fd} && \\printf '\\0' >&{fd} || exit\n"
 )
+_ON_TERMINAL = "echo 500 >/proc/self/oom_score_adj\n. {dir}/terminal_exports\n. {dir}/{name}\n"
 _PROLOGUE = "echo 500 >/proc/self/oom_score_adj; . {dir}/exports; \\cd .\n"
-
-Reply = Callable[[dict[str, Any], bytes], None]
-
-
-class Capture:
-    """What was printed and not returned yet: the first and the last half of at most `limit` bytes."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget what was returned."""
-        self._head = bytearray()
-        self._tail: deque[bytes] = deque()
-        self._tail_size = 0
-        self.total = 0
-
-    def add(self, chunk: bytes) -> None:
-        """Take in more output."""
-        self.total += len(chunk)
-        room = self.limit - self.limit // 2 - len(self._head)
-        if room > 0:
-            self._head += chunk[:room]
-            chunk = chunk[room:]
-        if chunk:
-            self._tail.append(chunk)
-            self._tail_size += len(chunk)
-            while self._tail_size - len(self._tail[0]) >= self.limit // 2:
-                self._tail_size -= len(self._tail.popleft())
-                if not self._tail:
-                    break
-
-    def take(self) -> tuple[int, bytes]:
-        """Length of the head, and head plus tail; then start anew."""
-        head = len(self._head)
-        kept = self.limit // 2
-        tail = b"".join(self._tail)[-kept:] if kept else b""
-        data = bytes(self._head) + tail
-        self.clear()
-        return head, data
-
-
-class Running:
-    """The command that the shell works on, and where it is on its way to an end."""
-
-    def __init__(self, request: dict[str, Any], reply: Reply) -> None:
-        now = time.monotonic()
-        self.waiters: list[Reply] = [reply]
-        self.capture = Capture(request["max_output_bytes"])
-        self.started = self.printed = now
-        self.deadline = now + request["timeout"]
-        self.soft: float | None = request["soft_timeout"]
-        self.phase = "run"
-        self.phase_until = 0.0
-        self.timed_out = False
-        self.next_sweep = 0.0
-        self.interrupted: set[int] = set()
-        self.known: set[int] = set()
-        self.reader = self.writer = -1
 
 
 class Shell:
@@ -182,12 +123,13 @@ class Shell:
     def start(self, request: dict[str, Any], command: bytes, reply: Reply) -> None:
         """Give the shell a command. OSError when the sandbox is too broken to take one."""
         running = Running(request, reply)
+        prepare = self._prepare_terminal if request["terminal"] else self._prepare
         try:
-            line = self._prepare(running, command)
+            line = prepare(running, command)
         except OSError:
             self._make_room()
-            line = self._prepare(running, command)
-        running.known = set(map(int, filter(str.isdigit, os.listdir("/proc")))) - {self.pid}
+            line = prepare(running, command)
+        running.known = set(map(int, filter(str.isdigit, os.listdir("/proc")))) - {self.pid, running.pid}
         self.finished, self.running = None, running
         self.oom_seen = oom_kills(self.oom_counter)
         self._watch(running.reader, lambda: self._read_output(running))
@@ -213,6 +155,40 @@ class Shell:
         running.reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         running.writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         return _LINE.format(dir=self.dir, name=name, number=self._count, fd=STATUS_FD, status=status)
+
+    def _prepare_terminal(self, running: Running, command: bytes) -> str:
+        """Start the command in a shell of its own on a terminal; the session shell has nothing to do."""
+        if not self.pid:
+            self.spawn()
+        self._count += 1
+        name = os.path.basename(self.program)
+        self._write_file(name, command.replace(b"\0", b""))
+        self._write_file("terminal_exports", self.exports or b"")
+        self._write_file("terminal", _ON_TERMINAL.format(dir=self.dir, name=name).encode())
+        running.reader, running.writer = terminal.open_pair()
+        options = ["--noprofile", "--norc"] if name == "bash" else []
+        arguments = [self.program, *options, f"{self.dir}/terminal"]
+        environment = {"TERM": "dumb", **(self.environment if self.exports is None else {})}
+        try:
+            running.pid = terminal.start(running.writer, arguments, environment, (self.cwd, self.home, "/"))
+        except OSError:
+            os.close(running.reader)
+            os.close(running.writer)
+            raise
+        return ""
+
+    def type(self, data: bytes, soft_timeout: float | None, reply: Reply) -> str:
+        """Type into the running command's terminal, then follow it as `poll` does. What is wrong, if it cannot be."""
+        running = self.running
+        if running is None:
+            return "no command is running"
+        if not running.pid:
+            return "the running command has no terminal"
+        done = terminal.write(running.reader, data)
+        if done < len(data):
+            return f"the program does not read its terminal: {done} of {len(data)} bytes were typed"
+        self.poll(soft_timeout, reply)
+        return ""
 
     def _make_room(self) -> None:
         """The session's own directory is full of things that are not ours, or no process can be started."""
@@ -265,12 +241,20 @@ class Shell:
         os.close(self._stdin)
         self.pid, self.restarted = 0, True
         code = os.waitstatus_to_exitcode(status)
-        if self.running is not None:
-            if self.running.phase == "kill":
-                processes.kill_all(self._spared(), self.running.known)
-            self._finish(self.running, 128 - code if code < 0 else code)
+        if self.running is not None and not self.running.pid:
+            self._ended(self.running, code)
         with contextlib.suppress(OSError):
             self.spawn()
+
+    def reaped(self, pid: int, status: int) -> None:
+        """The loop reaped some process: perhaps the running command's own shell."""
+        if self.running is not None and pid == self.running.pid:
+            self._ended(self.running, os.waitstatus_to_exitcode(status))
+
+    def _ended(self, running: Running, code: int) -> None:
+        if running.phase == "kill":
+            processes.kill_all(self._spared(), running.known)
+        self._finish(running, 128 - code if code < 0 else code)
 
     def next_event(self) -> float | None:
         """Seconds until `tick` wants to be called."""
@@ -325,6 +309,8 @@ class Shell:
             chunk = os.read(running.reader, READ)
         except BlockingIOError:
             return
+        except OSError:
+            chunk = b""  # a terminal that nobody has open any more
         if running is self.running:
             running.capture.add(chunk)
             running.printed = time.monotonic()
@@ -357,7 +343,7 @@ class Shell:
 
     def _finish(self, running: Running, code: int) -> None:
         self.running, self.last_code = None, code
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):
             while chunk := os.read(running.reader, READ):
                 running.capture.add(chunk)
         os.close(running.writer)
@@ -372,6 +358,7 @@ class Shell:
         total = running.capture.total
         head, data = running.capture.take()
         seconds = time.monotonic() - running.started
+        result["cwd_missing"] = not os.path.isdir(self.cwd)
         result |= {"cwd": self.cwd, "seconds": seconds, "head": head, "output_bytes": total}
         if not running.waiters:
             self.finished = (result, data)

@@ -1,0 +1,69 @@
+"""A running command: what it printed and was not returned yet, and where it is on its way to an end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+Reply = Callable[[dict[str, Any], bytes], None]
+
+
+class Capture:
+    """What was printed and not returned yet: the first and the last half of at most `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was returned."""
+        self._head = bytearray()
+        self._tail: deque[bytes] = deque()
+        self._tail_size = 0
+        self.total = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Take in more output."""
+        self.total += len(chunk)
+        room = self.limit - self.limit // 2 - len(self._head)
+        if room > 0:
+            self._head += chunk[:room]
+            chunk = chunk[room:]
+        if chunk:
+            self._tail.append(chunk)
+            self._tail_size += len(chunk)
+            while self._tail_size - len(self._tail[0]) >= self.limit // 2:
+                self._tail_size -= len(self._tail.popleft())
+                if not self._tail:
+                    break
+
+    def take(self) -> tuple[int, bytes]:
+        """Length of the head, and head plus tail; then start anew."""
+        head = len(self._head)
+        kept = self.limit // 2
+        tail = b"".join(self._tail)[-kept:] if kept else b""
+        data = bytes(self._head) + tail
+        self.clear()
+        return head, data
+
+
+class Running:
+    """The command that the shell works on, and where it is on its way to an end."""
+
+    def __init__(self, request: dict[str, Any], reply: Reply) -> None:
+        now = time.monotonic()
+        self.waiters: list[Reply] = [reply]
+        self.capture = Capture(request["max_output_bytes"])
+        self.started = self.printed = now
+        self.deadline = now + request["timeout"]
+        self.soft: float | None = request["soft_timeout"]
+        self.phase = "run"
+        self.phase_until = 0.0
+        self.timed_out = False
+        self.next_sweep = 0.0
+        self.interrupted: set[int] = set()
+        self.known: set[int] = set()
+        self.reader = self.writer = -1
+        self.pid = 0  # of the command's own shell when it has a terminal
