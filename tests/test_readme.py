@@ -1,4 +1,4 @@
-"""Every code block of README.md is run: Python blocks as scripts, command lines as commands."""
+"""Every code block of README.md and of docs is run: Python blocks as scripts, command lines as commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+TEXT = "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [line.split("#")[0].strip() for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
 OURS = [line for line in COMMANDS if line.startswith(("skyenv ", "sky_trainer "))]
