@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyenv.formats.contract import Parsed, read_all
+from skyenv.formats.contract import Reader, ReadWhole
 from skyenv.formats.tagged import TaggedText, write_parameter
-from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
+from skyenv.types import Message, ToolCall, ToolSpec
 
 _SHAPE = (
     "Expected format:\n<function=tool_name>\n<parameter=parameter_name>value</parameter>\n</function>\n"
@@ -18,7 +18,7 @@ _SHAPE = (
 )
 
 
-class CodeAct:
+class CodeAct(ReadWhole):
     """See the module; `finish_reason` other than stop makes everything unclosed an error."""
 
     name = "codeact"
@@ -32,17 +32,9 @@ class CodeAct:
         parameters = "".join(write_parameter(name, value) for name, value in call.arguments.items())
         return f"<function={call.name}>\n{parameters}</function>"
 
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """Read all calls of the text or none."""
-        cut = finish_reason != "stop"
-        return read_all(TaggedText(text, cut=cut, shape=_SHAPE), tools, cut=cut, thinking_open=thinking_open)
+    def reader(self, text: str, tools: Sequence[ToolSpec], *, cut: bool) -> Reader:
+        """See `ReadWhole`."""
+        return TaggedText(text, cut=cut, shape=_SHAPE)
 
     def observation(self, text: str, call: ToolCall | None) -> Message:
         """Results are user text with a fixed first line; errors and reminders go without it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -177,3 +178,23 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def refuse_constant(name: str) -> Any:
     """Refuse NaN and Infinity, which are not JSON. Raises ValueError."""
     raise ValueError(f"{name} is not JSON")
+
+
+class ReadWhole(ABC):
+    """`Format.parse` for a format whose reading is all in its reader: every call of a text, or none and an error."""
+
+    @abstractmethod
+    def reader(self, text: str, tools: Sequence[ToolSpec], *, cut: bool) -> Reader:
+        """A reader of `text`; `cut` when generation did not come to its own end."""
+
+    def parse(
+        self,
+        text: str,
+        tools: Sequence[ToolSpec],
+        *,
+        finish_reason: FinishReason = "stop",
+        thinking_open: bool = False,
+    ) -> Parsed:
+        """Read all calls of the text or none."""
+        cut = finish_reason != "stop"
+        return read_all(self.reader(text, tools, cut=cut), tools, cut=cut, thinking_open=thinking_open)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from skyenv.formats.contract import CUT_OFF, MAX_CALLS, Parsed, Written, read_all, reject, too_many
+from skyenv.formats.contract import CUT_OFF, MAX_CALLS, Reader, ReadWhole, Written, reject, too_many
 from skyenv.formats.json_calls import SPACE, JsonText, as_function, dumps
-from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
+from skyenv.types import Message, ToolCall, ToolSpec
 
 _ALL, _END_ALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _ONE, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -19,7 +19,7 @@ _V3_SHAPE = f"Expected format:\n{_ALL}{_V3_CALL}{_END_ALL}"
 _V31_SHAPE = f'Expected format:\n{_ALL}{_ONE}tool_name{_SEP}{{"parameter_name": "value"}}{_END}{_END_ALL}'
 
 
-class DeepSeek:
+class DeepSeek(ReadWhole):
     """See the module. `fenced` renders V3's shape, else V3.1's. Closing tokens may be missing at the end of a text."""
 
     def __init__(self, *, fenced: bool = True) -> None:
@@ -43,17 +43,9 @@ class DeepSeek:
             return f"{_ALL}{_ONE}function{_SEP}{call.name}\n```json\n{arguments}\n```{_END}{_END_ALL}"
         return f"{_ALL}{_ONE}{call.name}{_SEP}{arguments}{_END}{_END_ALL}"
 
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """Read all calls of the text or none."""
-        cut = finish_reason != "stop"
-        return read_all(_Reader(text, cut=cut, shape=self._shape), tools, cut=cut, thinking_open=thinking_open)
+    def reader(self, text: str, tools: Sequence[ToolSpec], *, cut: bool) -> Reader:
+        """See `ReadWhole`."""
+        return _Reader(text, cut=cut, shape=self._shape)
 
     def observation(self, text: str, call: ToolCall | None) -> Message:
         """Results travel in the tool role; what answers no call is user text."""

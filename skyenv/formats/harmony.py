@@ -11,9 +11,9 @@ import json
 import re
 from collections.abc import Sequence
 
-from skyenv.formats.contract import CUT_OFF, MAX_CALLS, Parsed, Written, read_all, refuse_foreign, reject, too_many
+from skyenv.formats.contract import CUT_OFF, MAX_CALLS, Reader, ReadWhole, Written, refuse_foreign, reject, too_many
 from skyenv.formats.json_calls import SPACE, JsonText, dumps
-from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
+from skyenv.types import Message, ToolCall, ToolSpec
 
 _MARK = re.compile(r"<\|(?:start|channel|constrain|message|end|call|return)\|>")
 _HEADER = re.compile(
@@ -34,7 +34,7 @@ _SHAPE = (
 _THINK = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
-class Harmony:
+class Harmony(ReadWhole):
     """See the module."""
 
     name = "harmony"
@@ -48,17 +48,9 @@ class Harmony:
         header = f"<|channel|>commentary to={_PREFIX}{call.name} <|constrain|>json"
         return f"{header}<|message|>{dumps(dict(call.arguments))}"
 
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """Read all calls of the text or none."""
-        cut = finish_reason != "stop"
-        return read_all(_Reader(text, cut=cut, shape=_SHAPE), tools, cut=cut, thinking_open=thinking_open)
+    def reader(self, text: str, tools: Sequence[ToolSpec], *, cut: bool) -> Reader:
+        """See `ReadWhole`."""
+        return _Reader(text, cut=cut, shape=_SHAPE)
 
     def observation(self, text: str, call: ToolCall | None) -> Message:
         """Results travel in the tool role; what answers no call is user text."""

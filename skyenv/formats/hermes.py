@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from skyenv.formats.contract import Parsed, Written, read_all, reject
+from skyenv.formats.contract import Reader, ReadWhole, Written, reject
 from skyenv.formats.json_calls import JsonText, as_function, dumps
-from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
+from skyenv.types import Message, ToolCall, ToolSpec
 
 _TAG = re.compile(r"</?(?:tool_call|think)>")
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SHAPE = 'Expected format:\n<tool_call>\n{"name": "tool_name", "arguments": {"parameter_name": "value"}}\n</tool_call>'
 
 
-class Hermes:
+class Hermes(ReadWhole):
     """See the module; the last call of a text may lack its closing tag."""
 
     name = "hermes"
@@ -27,17 +27,9 @@ class Hermes:
         """Write a call as one JSON object between tags."""
         return f'{_OPEN}\n{{"name": {dumps(call.name)}, "arguments": {dumps(dict(call.arguments))}}}\n{_CLOSE}'
 
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """Read all calls of the text or none."""
-        cut = finish_reason != "stop"
-        return read_all(_Reader(text, cut=cut, shape=_SHAPE), tools, cut=cut, thinking_open=thinking_open)
+    def reader(self, text: str, tools: Sequence[ToolSpec], *, cut: bool) -> Reader:
+        """See `ReadWhole`."""
+        return _Reader(text, cut=cut, shape=_SHAPE)
 
     def observation(self, text: str, call: ToolCall | None) -> Message:
         """Everything that comes back travels in the tool role, so that templates keep earlier thinking."""

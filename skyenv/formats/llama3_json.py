@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from skyenv.formats.contract import CUT_OFF, MAX_CALLS, Parsed, Written, read_all, reject, too_many
+from skyenv.formats.contract import CUT_OFF, MAX_CALLS, Reader, ReadWhole, Written, reject, too_many
 from skyenv.formats.json_calls import SPACE, JsonText, as_function, dumps
-from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
+from skyenv.types import Message, ToolCall, ToolSpec
 
 _MARK = re.compile(r'<\|python_tag\|>|</?think>|(?:^|(?<=>))[ \t]*\{(?=\s*"(?:name|type)"\s*:)', re.MULTILINE)
 _PYTHON = "<|python_tag|>"
@@ -20,7 +20,7 @@ _SHAPE = (
 )
 
 
-class Llama3Json:
+class Llama3Json(ReadWhole):
     """See the module."""
 
     name = "llama3_json"
@@ -33,17 +33,9 @@ class Llama3Json:
         """Write a call as one JSON object."""
         return f'{{"name": {dumps(call.name)}, "parameters": {dumps(dict(call.arguments))}}}'
 
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """Read all calls of the text or none."""
-        cut = finish_reason != "stop"
-        return read_all(_Reader(text, cut=cut, shape=_SHAPE), tools, cut=cut, thinking_open=thinking_open)
+    def reader(self, text: str, tools: Sequence[ToolSpec], *, cut: bool) -> Reader:
+        """See `ReadWhole`."""
+        return _Reader(text, cut=cut, shape=_SHAPE)
 
     def observation(self, text: str, call: ToolCall | None) -> Message:
         """Everything that comes back travels in the tool role."""

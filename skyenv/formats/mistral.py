@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from skyenv.formats.contract import Parsed, Written, read_all, reject
+from skyenv.formats.contract import Reader, ReadWhole, Written, reject
 from skyenv.formats.json_calls import SPACE, JsonText, as_function, call_id, dumps
-from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
+from skyenv.types import Message, ToolCall, ToolSpec
 
 _MARK = re.compile(r"\[TOOL_CALLS\]|\[/?THINK\]|</?think>")
 _NAME = re.compile(r"([^\[\]\s{}\"]{1,128})(?:\[CALL_ID\]([^\[\]\s]{0,64}))?\[ARGS\]")
@@ -20,7 +20,7 @@ _LIST_SHAPE = 'Expected format:\n[TOOL_CALLS][{"name": "tool_name", "arguments":
 _NAME_SHAPE = 'Expected format:\n[TOOL_CALLS]tool_name[ARGS]{"parameter_name": "value"}'
 
 
-class Mistral:
+class Mistral(ReadWhole):
     """See the module. `named` renders the second shape, of tokenizers from version 11 on."""
 
     def __init__(self, *, named: bool = False) -> None:
@@ -43,17 +43,9 @@ class Mistral:
             return f"{_OPEN}{call.name}[ARGS]{arguments}"
         return f'{_OPEN}[{{"name": {dumps(call.name)}, "arguments": {arguments}, "id": {dumps(call_id(call))}}}]'
 
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """Read all calls of the text or none."""
-        cut = finish_reason != "stop"
-        return read_all(_Reader(text, cut=cut, shape=self._shape), tools, cut=cut, thinking_open=thinking_open)
+    def reader(self, text: str, tools: Sequence[ToolSpec], *, cut: bool) -> Reader:
+        """See `ReadWhole`."""
+        return _Reader(text, cut=cut, shape=self._shape)
 
     def observation(self, text: str, call: ToolCall | None) -> Message:
         """Results travel in the tool role with the call's id; what answers no call is user text."""

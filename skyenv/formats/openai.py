@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from skyenv.formats.contract import Parsed, Written, read_all, reject
+from skyenv.formats.contract import Parsed, Reader, ReadWhole, Written, read_all, reject
 from skyenv.formats.json_calls import JsonText, call_id, dumps
 from skyenv.types import FinishReason, Message, NativeCall, ToolCall, ToolSpec
 
@@ -19,7 +19,7 @@ _SHAPE = 'Call a tool with its name and one JSON object of arguments: {"paramete
 UNANSWERED = "Not run."
 
 
-class OpenAITools:
+class OpenAITools(ReadWhole):
     """See the module."""
 
     name = "openai"
@@ -33,17 +33,9 @@ class OpenAITools:
         function = {"name": call.name, "arguments": dumps(dict(call.arguments))}
         return dumps({"tool_calls": [{"id": call_id(call), "type": "function", "function": function}]})
 
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """Read all calls of the text or none."""
-        cut = finish_reason != "stop"
-        return read_all(_Reader(text, cut=cut, shape=_SHAPE), tools, cut=cut, thinking_open=thinking_open)
+    def reader(self, text: str, tools: Sequence[ToolSpec], *, cut: bool) -> Reader:
+        """See `ReadWhole`."""
+        return _Reader(text, cut=cut, shape=_SHAPE)
 
     def parse_native(
         self, content: str, calls: Sequence[NativeCall], tools: Sequence[ToolSpec], *, finish_reason: FinishReason

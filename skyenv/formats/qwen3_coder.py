@@ -11,10 +11,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyenv.formats.contract import Parsed, Written, read_all
+from skyenv.formats.contract import Reader, ReadWhole, Written
 from skyenv.formats.json_calls import as_function, dumps
 from skyenv.formats.tagged import TaggedText, write_parameter
-from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
+from skyenv.types import Message, ToolCall, ToolSpec
 
 _LONGEST_LITERAL = 65536
 _SHAPE = (
@@ -24,7 +24,7 @@ _SHAPE = (
 )
 
 
-class Qwen3Coder:
+class Qwen3Coder(ReadWhole):
     """See the module."""
 
     name = "qwen3_coder"
@@ -38,17 +38,9 @@ class Qwen3Coder:
         parameters = "".join(write_parameter(name, value, wrap=True) for name, value in call.arguments.items())
         return f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>"
 
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """Read all calls of the text or none."""
-        cut = finish_reason != "stop"
-        return read_all(_Reader(text, tools, cut=cut), tools, cut=cut, thinking_open=thinking_open)
+    def reader(self, text: str, tools: Sequence[ToolSpec], *, cut: bool) -> Reader:
+        """See `ReadWhole`."""
+        return _Reader(text, tools, cut=cut)
 
     def observation(self, text: str, call: ToolCall | None) -> Message:
         """Everything that comes back travels in the tool role, so that templates keep earlier thinking."""

@@ -14,8 +14,8 @@ from skyenv.tools import ExecuteBash, check_arguments
 from skyenv.tools.output import clean, cut_middle
 from skyenv.types import ExecResult
 
-DONE = ExecResult(0, "", cwd="/work")
-RUNNING = ExecResult(-1, "", running=True, cwd="/work")
+DONE = ExecResult(0, "", cwd="/repo")
+RUNNING = ExecResult(-1, "", running=True, cwd="/repo")
 
 
 class ScriptedShell:
@@ -55,8 +55,8 @@ class Terminal:
 
 
 async def test_result_shows_output_directory_and_code() -> None:
-    run = Terminal(ExecResult(3, "  hi\nthere\n", cwd="/work"))
-    assert await run("x") == ("  hi\nthere\n[Current working directory: /work]\n[Command finished with exit code 3]")
+    run = Terminal(ExecResult(3, "  hi\nthere\n", cwd="/repo"))
+    assert await run("x") == ("  hi\nthere\n[Current working directory: /repo]\n[Command finished with exit code 3]")
     assert run.shell.asked == [("exec", "x", 600.0, 30.0)]
 
 
@@ -80,8 +80,8 @@ async def test_b24_false_is_false(flag: Any) -> None:
 
 
 async def test_b4_soft_timeout_poll_interrupt() -> None:
-    still = ExecResult(-1, "one\n", running=True, cwd="/work")
-    run = Terminal(still, RUNNING, ExecResult(130, "two\n", cwd="/work"), DONE, soft_timeout=2.0)
+    still = ExecResult(-1, "one\n", running=True, cwd="/repo")
+    run = Terminal(still, RUNNING, ExecResult(130, "two\n", cwd="/repo"), DONE, soft_timeout=2.0)
     first = await run("sleep 100")
     assert "one" in first
     assert "No new output for 2 seconds" in first

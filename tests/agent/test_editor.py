@@ -18,7 +18,7 @@ from skyenv.testing.editor_rows import ROWS, Row, check_row
 from skyenv.tools import StrReplaceEditor, check_arguments
 from skyenv.tools.edit_text import EditRefused, insert, replace
 
-F = "/work/f.txt"
+F = "/repo/f.txt"
 
 
 class Desk:
@@ -134,46 +134,46 @@ async def test_r10_ten_edits_can_be_undone(desk: Desk) -> None:
 
 async def test_e47_directories(desk: Desk) -> None:
     for path in (
-        "/work/b.py",
-        "/work/a/in.py",
-        "/work/a/deep/no.py",
-        "/work/.git/config",
-        "/work/a/.hid",
-        "/work/.x/y",
+        "/repo/b.py",
+        "/repo/a/in.py",
+        "/repo/a/deep/no.py",
+        "/repo/.git/config",
+        "/repo/a/.hid",
+        "/repo/.x/y",
     ):
         desk.files.put(path, b"")
-    desk.files.mkdir("/work/empty")
-    answer = (await desk("view", "/work")).split("\n")
-    assert answer[1:7] == ["/work/", "/work/a/", "/work/a/deep/", "/work/a/in.py", "/work/b.py", "/work/empty/"]
+    desk.files.mkdir("/repo/empty")
+    answer = (await desk("view", "/repo")).split("\n")
+    assert answer[1:7] == ["/repo/", "/repo/a/", "/repo/a/deep/", "/repo/a/in.py", "/repo/b.py", "/repo/empty/"]
     assert "3 hidden" in answer[7]
     assert len(answer) == 8
-    assert (await desk("view", "/work/empty")).split("\n")[1:] == ["/work/empty/"]
-    assert (await desk("view", "/work/.git")).split("\n")[1:] == ["/work/.git/", "/work/.git/config"]
+    assert (await desk("view", "/repo/empty")).split("\n")[1:] == ["/repo/empty/"]
+    assert (await desk("view", "/repo/.git")).split("\n")[1:] == ["/repo/.git/", "/repo/.git/config"]
 
 
 async def test_r17_cap(desk: Desk) -> None:
     for i in range(700):
-        desk.files.put(f"/work/file{i:04}", b"")
-    answer = await desk("view", "/work")
+        desk.files.put(f"/repo/file{i:04}", b"")
+    answer = await desk("view", "/repo")
     assert "more entries" in answer
     assert len(answer) <= 16_000
 
 
 async def test_e14_e15_paths(files: Any) -> None:
-    desk = Desk(files, workdir="/work")
-    files.put("/work/f.txt", b"a\n")
-    assert "No such file" in await desk("view", "/work/missing")
-    assert "did you mean /work/f.txt?" in await desk("view", "f.txt")
-    assert "did you mean /work/f.txt?" in await desk("view", " /work/f.txt")
+    desk = Desk(files, workdir="/repo")
+    files.put("/repo/f.txt", b"a\n")
+    assert "No such file" in await desk("view", "/repo/missing")
+    assert "did you mean /repo/f.txt?" in await desk("view", "f.txt")
+    assert "did you mean /repo/f.txt?" in await desk("view", " /repo/f.txt")
     assert "absolute" in await desk("view", "missing.txt")
     assert "absolute" in await desk("view", "~/x")
     assert (await desk("view", " /etc/x")).startswith("ERROR")
     assert "empty" in await desk("view", "")
     assert "too long" in await desk("view", "/" + "n" * 5000)
     assert len(await desk("view", "/" + "n" * 5000)) < 500
-    assert "NUL" in await desk("view", "/work/\0x")
-    assert rows(await desk("view", "/work/../work/./f.txt")) == ["     1\ta"]
-    assert rows(await desk("view", "//work/f.txt")) == ["     1\ta"]
+    assert "NUL" in await desk("view", "/repo/\0x")
+    assert rows(await desk("view", "/repo/../repo/./f.txt")) == ["     1\ta"]
+    assert rows(await desk("view", "//repo/f.txt")) == ["     1\ta"]
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
@@ -182,7 +182,7 @@ async def test_e58_refused_writes_are_answers(code: int, files: Any, monkeypatch
     monkeypatch.setattr(files, "write_file", refuse_writes(code))
     desk = Desk(files)
     assert os.strerror(code) in await desk("str_replace", old_str="a", new_str="b")
-    assert os.strerror(code) in await desk("create", "/work/new", file_text="b")
+    assert os.strerror(code) in await desk("create", "/repo/new", file_text="b")
     assert files.get(F) == b"a\n"
     assert "no history" in await desk("undo_edit")
 

@@ -84,7 +84,7 @@ def test_s10_paging_through_a_file_is_work() -> None:
 
 
 def test_s12_the_same_output_in_another_directory_differs() -> None:
-    assert hits((bash("ls"), f"setup.py\n[cwd: /work/project_{name}]") for name in "abcdefgh") is None
+    assert hits((bash("ls"), f"setup.py\n[cwd: /repo/project_{name}]") for name in "abcdefgh") is None
 
 
 def test_s13_outputs_that_differ_in_a_duration_are_equal() -> None:
