@@ -6,6 +6,7 @@ spoiled is listed under its failure's kind and is not resolved.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -31,6 +32,8 @@ from skyenv.types import Trajectory
 from skyenv.vector.pipeline import RolloutPipeline
 
 PolicyName = Literal["gold", "empty", "scripted", "openai", "hf"]
+UNREACHABLE_SECONDS = 15.0
+BYTES_PER_TOKEN = 4
 POLICIES: tuple[PolicyName, ...] = ("gold", "empty", "scripted", "openai", "hf")
 
 
@@ -97,9 +100,14 @@ async def _open_pipeline(plan: EvalPlan, provider: SandboxProvider, stack: Async
             raise ConfigError(f"--format {rollout.format} needs --policy openai: a server reports its calls")
         engine, renderer = await _hf_engine(policy.model, rollout, plan.seed, stack)
     elif policy.name == "openai":
-        renderer = await _renderer_for_server(policy.model, rollout)
-        flavour: Literal["chat", "auto"] = "chat" if native else "auto"
-        engine = await stack.enter_async_context(OpenAIEngine(policy.url, policy.model, flavour=flavour))
+        tokenizer_here = bool(policy.model) and await anyio.Path(policy.model).is_dir()
+        renderer = await _renderer_for_server(policy.model if tokenizer_here else "", rollout)
+        if not tokenizer_here:
+            rollout = dataclasses.replace(rollout, max_context=rollout.max_context * BYTES_PER_TOKEN)
+        flavour: Literal["chat", "auto"] = "auto" if tokenizer_here and not native else "chat"
+        engine = await stack.enter_async_context(
+            OpenAIEngine(policy.url, policy.model, flavour=flavour, retry_for=UNREACHABLE_SECONDS)
+        )
     else:
         rollout = with_scripts(rollout)
         renderer = Renderer(ByteTokenizer(), make_format(rollout))
@@ -131,8 +139,8 @@ async def _hf_engine(path: str, rollout: RolloutConfig, seed: int, stack: AsyncE
 
 
 async def _renderer_for_server(model: str, rollout: RolloutConfig) -> Renderer:
-    """The model's own tokenizer where it can be loaded here, else bytes: then the server gets text."""
-    if model and await anyio.Path(model).is_dir():
+    """The tokenizer in the model's directory, else bytes: then the server gets text, whatever ids it could take."""
+    if model:
         from sky_trainer.models import load_tokenizer
 
         return make_renderer(await anyio.to_thread.run_sync(load_tokenizer, model), rollout)

@@ -71,6 +71,8 @@ def train(config: Config, display: Display) -> Outcome:
         stack.callback(record.close)
 
         def on_trajectory(trajectory: Trajectory) -> None:
+            if trajectory.exact and trajectory.failure is None:
+                trajectory.counters["drift"] = renderer.drift(trajectory)
             record.trajectory(trajectory)
             display.trajectory(trajectory)
 

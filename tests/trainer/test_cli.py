@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -121,10 +123,35 @@ def test_eval_gold_by_patch_and_scripted(capsys: pytest.CaptureFixture[str], tmp
     assert last_json(capsys.readouterr().out)["statuses"] == {"empty_patch": 1}
 
 
-def test_a_server_that_is_not_there_is_a_typed_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["eval", "--policy", "scripted", "--limit", "1", "--level", "1", "--json", "--script", "/dev/null"]
-    assert main(words) == 2  # an empty script
+def test_an_empty_script_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--policy", "scripted", "--limit", "1", "--level", "1", "--script", "/dev/null"]) == 2
     assert "no list of turns" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "body"), [(500, "{}"), (200, '{"choices": 7}'), (200, "<html>")])
+def test_a_server_that_answers_nonsense_is_a_typed_failure(
+    status: int, body: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Nonsense(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nonsense) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        words = ["eval", "--policy", "openai", "--url", url, "--model", "m", "--limit", "1", "--level", "1", "--json"]
+        assert main(words) == 1
+        server.shutdown()
+    output = capsys.readouterr()
+    assert last_json(output.out)["statuses"] == {"EngineError": 1}
+    assert "Traceback" not in output.err
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +186,9 @@ def test_a_small_run_end_to_end_and_resumed(capsys: pytest.CaptureFixture[str], 
     played = list(read_trajectories(run_dir / "trajectories.jsonl"))
     assert len(played) == 8
     assert all(trajectory.exact and trajectory.failure is None for trajectory in played)
-    assert all(abs(row["sampling/sampling_logp_difference/max"]) < 1e-4 for row in read_metrics(run_dir))
+    for row in read_metrics(run_dir):
+        assert row["count/drift"] == 0
+        assert row["sampling/sampling_logp_difference/max"] < 1e-4
     assert main([*words, "--steps", "3"]) == 0
     assert [row["step"] for row in read_metrics(run_dir)] == [1, 2, 3]
     assert len(list(read_trajectories(run_dir / "trajectories.jsonl"))) == 12
