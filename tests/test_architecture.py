@@ -36,8 +36,7 @@ LAYERS: dict[str, set[str]] = {
     "skyenv.spaces": CORE,
     "skyenv.envs": CORE
     | {"skyenv.envs", "skyenv.tools", "skyenv.formats", "skyenv.portal", "skyenv.spaces", "skyenv.rewards"},
-    "skyenv.rollout": CORE
-    | {"skyenv.renderer", "skyenv.formats", "skyenv.stuck", "skyenv.context", "skyenv.history"},
+    "skyenv.rollout": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.stuck", "skyenv.context", "skyenv.history"},
     "skyenv.vector": CORE
     | {"skyenv.vector", "skyenv.rollout", "skyenv.renderer", "skyenv.rewards", "skyenv.portal", "skyenv.stuck"},
     "skyenv": {"skyenv"},
