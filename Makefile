@@ -25,7 +25,7 @@ check: install
 	$(BIN)/mypy
 
 bench: install
-	for script in benchmarks/*.py; do $(BIN)/python $$script $(ARGS) || exit 1; done
+	for script in benchmarks/[!_]*.py; do $(BIN)/python $$script $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache
