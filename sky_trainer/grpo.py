@@ -224,6 +224,9 @@ class SkyGRPOTrainer(GRPOTrainer):
             raise ConfigError("the engine returned no token ids for a whole batch; train with one that returns them")
         return rows
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write none: TRL's describes a model of the hub, and the run directory holds what there is to say."""
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the rollouts' numbers since the last call to what TRL logs."""
         prefix = "" if self._training else "eval_"

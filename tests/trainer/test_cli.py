@@ -182,6 +182,7 @@ def test_a_small_run_end_to_end_and_resumed(capsys: pytest.CaptureFixture[str], 
         "tensorboard",
     ):
         assert (run_dir / name).exists(), name
+    assert not (run_dir / "README.md").exists()
     assert [row["step"] for row in read_metrics(run_dir)] == [1, 2]
     played = list(read_trajectories(run_dir / "trajectories.jsonl"))
     assert len(played) == 8
