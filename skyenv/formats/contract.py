@@ -126,7 +126,7 @@ CUT_OFF = (
 
 def reject(reason: str, shape: str = "") -> Rejected:
     """Make the error for the model: the reason, that nothing was run, and the expected shape."""
-    return Rejected(f"ERROR: {reason} Nothing was run." + (f"\n{shape}" if shape else ""))
+    return Rejected(_unicode(f"ERROR: {reason} Nothing was run." + (f"\n{shape}" if shape else "")))
 
 
 def read_all(reader: Reader, tools: Sequence[ToolSpec], *, cut: bool, thinking_open: bool) -> Parsed:
@@ -162,9 +162,14 @@ def checked_call(name: str, arguments: object, id: str = "", *, tools: Sequence[
             result = check_arguments(spec, arguments)
             if isinstance(result, str):
                 raise reject(result)
-            return ToolCall(name, result, id)
+            return ToolCall(name, result, _unicode(id))
     known = ", ".join(sorted(spec.name for spec in tools))
     raise reject(f"There is no tool named {json.dumps(name[:80])}. Available tools: {known}.")
+
+
+def _unicode(text: str) -> str:
+    """The text with lone surrogates, which JSON may hold and no tokenizer encodes, written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

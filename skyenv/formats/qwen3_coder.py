@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,7 +86,9 @@ def _literal(text: str) -> tuple[bool, Any]:
     if len(text) > _LONGEST_LITERAL:
         return False, text
     try:
-        value = ast.literal_eval(text.strip())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="<unknown>")  # odd escapes, of which Python warns
+            value = ast.literal_eval(text.strip())
         plain = json.loads(json.dumps(value, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return False, text

@@ -44,7 +44,7 @@ def check_arguments(spec: ToolSpec, arguments: object) -> dict[str, Any] | str:
     checked: dict[str, Any] = {}
     for name, value in given.items():
         try:
-            checked[name] = _coerce(value, properties[name])
+            checked[name] = _plain(_coerce(value, properties[name]))
         except ValueError as error:
             return f"Parameter '{name}' of tool '{spec.name}' must be {error}; got {_show(value)}."
     return checked
@@ -62,11 +62,21 @@ def _coerce(value: Any, schema: Mapping[str, Any]) -> Any:
     return value
 
 
+def _plain(value: Any) -> Any:
+    """The value, if it can be written as JSON and UTF-8 again. Raises ValueError as `_coerce` does."""
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("valid Unicode text, without lone surrogates") from error
+    except (RecursionError, TypeError) as error:
+        raise ValueError("plain JSON that is not nested too deeply") from error
+    return value
+
+
 def _string(value: Any, _: Mapping[str, Any]) -> str:
     if not isinstance(value, str):
         raise ValueError("a string")
-    if any("\ud800" <= char <= "\udfff" for char in value) if not value.isascii() else False:
-        raise ValueError("valid Unicode text, without lone surrogates")
     return value
 
 
@@ -142,7 +152,8 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def _names(names: list[str]) -> str:
-    return ", ".join(f"'{name[:80]}'" for name in names)
+    listed = ", ".join(f"'{name[:80]}'" for name in names)
+    return listed.encode("utf-8", "backslashreplace").decode()
 
 
 def _show(value: Any) -> str:
