@@ -120,7 +120,7 @@ def make_trainer(tmp_path: Path, model: Any, engine: HFEngine, tokenizer: Any) -
             "out": str(tmp_path / "run"),
             "steps": 1,
             "micro_batch": 8,
-            "rollout": {"group_size": GROUP, "groups_per_step": 2, "max_context": 64},
+            "rollout": {"group_size": GROUP, "groups_per_step": 2, "max_context": 64, "max_tokens_per_turn": 16},
             "grpo": {"learning_rate": 1e-2, "use_cpu": True, **options},
             **(config or {}),
         }

@@ -67,7 +67,7 @@ def test_sampler_and_trainer_agree_on_logprobs(player: Player, make_trainer: Mak
 
 def test_agreement_holds_at_another_temperature(player: Player, make_trainer: MakeTrainer) -> None:
     """The reverse too: a sampler at another temperature than the trainer's is seen as a mismatch."""
-    rollout = {"group_size": GROUP, "groups_per_step": 2, "max_context": 64, "temperature": 0.5}
+    rollout = {"group_size": GROUP, "groups_per_step": 2, "max_context": 2048, "temperature": 0.5}
     _, batch = score(make_trainer(player, {"rollout": rollout}))
     sampled = (batch["tool_mask"] * batch["completion_mask"]).bool()
     assert (batch["old_per_token_logps"] - batch["sampling_per_token_logps"])[sampled].abs().max() > 1e-2
