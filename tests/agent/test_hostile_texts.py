@@ -255,22 +255,23 @@ def seconds(form: formats.Format, text: str) -> float:
 
 
 class Square:
-    """A format that looks through the rest of the text from every character on."""
+    """A format that looks through the rest of the text from every 64th character on."""
 
     name = "square"
 
     def parse(self, text: str, tools: Any) -> None:
-        for position in range(len(text)):
-            text.find("\x01", position)
+        for position in range(0, len(text), 64):
+            text.find("\x01\x02", position)
 
 
 def grows_linearly(form: formats.Format, opening: str, unit: str) -> bool:
     """Whether text of sixteen times the size takes less than forty times the processor's time: a square takes 256.
 
-    One attempt of ten is enough: a burden on the machine lifts measurements, and nothing lowers those of a square.
+    The least of several measurements counts: a burden on the machine only lifts them.
     """
     small, large = (opening + unit * (size // len(unit)) for size in (BASE, BASE * GROWTH))
-    return any(seconds(form, large) < 40 * seconds(form, small) + 0.002 for _ in range(10))
+    allowed = 40 * min(seconds(form, small) for _ in range(5)) + 0.002
+    return any(seconds(form, large) < allowed for _ in range(10))
 
 
 def test_a_square_is_not_linear() -> None:
