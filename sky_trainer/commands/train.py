@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sky_trainer import config as configuration
+from sky_trainer.commands.interrupts import deferred_interrupt
 from sky_trainer.commands.output import make_console, print_json, print_line
 from sky_trainer.config import Config
 
@@ -44,20 +45,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 def train(config: Config, title: str) -> Outcome:
     """Train with a live table; an interrupt says where the run stands and how to go on."""
-    from sky_trainer.display import Display
-    from sky_trainer.record import last_checkpoint, read_metrics
-    from sky_trainer.run import train as run_training
+    with deferred_interrupt():
+        import sky_trainer.grpo  # noqa: F401  # the slow import, while an interrupt cannot be lost
+        from sky_trainer.display import Display
+        from sky_trainer.run import train as run_training
 
     display = Display(make_console(), f"{title}: {config.run_dir}", config.steps)
     try:
         return run_training(config, display)
     except KeyboardInterrupt:
-        done, checkpoint = len(read_metrics(config.run_dir)), last_checkpoint(config.run_dir)
-        onward = f"goes on from {checkpoint.name}" if checkpoint else "starts its steps again, as no checkpoint was due"
-        raise KeyboardInterrupt(
-            f"interrupted after {done} of {config.steps} steps; everything so far is in {config.run_dir};"
-            f" the same command with --out {config.run_dir} {onward}"
-        ) from None
+        raise KeyboardInterrupt(_standing(config)) from None
+
+
+def _standing(config: Config) -> str:
+    """Where an interrupted run stands."""
+    from sky_trainer.record import last_checkpoint, read_metrics
+
+    if not config.run_dir.is_dir():
+        return "interrupted before anything was written"
+    done, checkpoint = len(read_metrics(config.run_dir)), last_checkpoint(config.run_dir)
+    onward = f"goes on from {checkpoint.name}" if checkpoint else "starts its steps again, as no checkpoint was due"
+    return (
+        f"interrupted after {done} of {config.steps} steps; everything so far is in {config.run_dir};"
+        f" the same command with --out {config.run_dir} {onward}"
+    )
 
 
 def report(outcome: Outcome, config: Config, as_json: bool) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from sky_trainer.cli import main
 from sky_trainer.commands.demo import recipe
+from sky_trainer.commands.interrupts import deferred_interrupt
 from sky_trainer.record import RunRecord, quarters, read_metrics
 from skyenv.trajectory_io import read_trajectories
 
@@ -228,6 +229,26 @@ def test_an_interrupt_keeps_what_was_written_and_leaves_nothing(tmp_path: Path) 
     mounts = Path("/proc/self/mounts").read_text()
     assert str(state) not in mounts
     assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(state) in read_or_nothing(p)]
+
+
+def test_an_interrupt_during_imports_is_not_lost() -> None:
+    """One that lands in a destructor, where Python drops exceptions, is raised at the end all the same."""
+
+    class Fragile:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def import_much() -> None:
+        with deferred_interrupt():
+            Fragile()
+            reached.append(True)
+
+    before = signal.getsignal(signal.SIGINT)
+    reached: list[bool] = []
+    with pytest.raises(KeyboardInterrupt):
+        import_much()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def read_or_nothing(path: Path) -> str:
