@@ -8,7 +8,7 @@ from the caller's view. Who closes what: whoever entered the `async with`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
@@ -227,5 +227,3 @@ class Env(ABC):
 
 MakeEnv = Callable[[], Env]
 """Makes a fresh environment for one trajectory."""
-
-TrajectoryStream = AsyncIterator[Trajectory]

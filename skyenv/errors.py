@@ -18,7 +18,8 @@ infrastructure raises, and what it raises is one of these types, so that a failu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -105,3 +106,9 @@ def first_of_ours(group: ExceptionGroup[Exception]) -> SkyEnvError | None:
         if isinstance(found, SkyEnvError):
             return found
     return None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or nothing when none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

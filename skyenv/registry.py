@@ -6,7 +6,6 @@ so it is told when it is there: at once when it was imported before skyenv, else
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skyenv.core import Env, SandboxProvider
-from skyenv.errors import ConfigError
+from skyenv.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from skyenv.envs.swe.env import SWEEnv
@@ -83,8 +82,7 @@ def register_all() -> None:
 def make(env_id: str, **kwargs: Any) -> Env:
     """Make the unwrapped asynchronous environment. ConfigError for an unknown id or wrong keyword arguments."""
     if env_id not in ENVIRONMENTS:
-        near = difflib.get_close_matches(env_id, ENVIRONMENTS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(env_id, ENVIRONMENTS)
         raise ConfigError(f"no environment {env_id!r}; known: {', '.join(ENVIRONMENTS)}{hint}")
     module, _, function = ENVIRONMENTS[env_id].entry_point.partition(":")
     entry_point: Callable[..., Env] = vars(import_module(module))[function]
@@ -141,8 +139,7 @@ _SWE_KEYWORDS = ("tasks", "max_turns", "observation_max_chars", "reward", "promp
 def _check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, known)
             raise ConfigError(f"{name}: unknown keyword argument; known: sandbox, token, {', '.join(known)}{hint}")
 
 

@@ -7,7 +7,6 @@ earlier by `grade`. All calls of an instance come from one task, as everything i
 
 from __future__ import annotations
 
-import difflib
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -16,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from skyenv.core import Sandbox, Task, Tool
 from skyenv.envs.gymnasium_env import GymnasiumEnv
-from skyenv.errors import ConfigError, EnvError, ResetNeeded, RewardError, boundary
+from skyenv.errors import ConfigError, EnvError, ResetNeeded, RewardError, boundary, did_you_mean
 from skyenv.spaces import ToolCallSpace, Unicode
 from skyenv.tools import ToolChoice, check_arguments, observation_limit, presets
 from skyenv.tools.output import cut_middle
@@ -165,8 +164,7 @@ class ToolEnv(GymnasiumEnv, Generic[TaskT]):
             for task in self._tasks:
                 if task.task_id == choice:
                     return task
-            near = difflib.get_close_matches(choice, [task.task_id for task in self._tasks], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(choice, (task.task_id for task in self._tasks))
             raise ConfigError(f"options: no task {choice!r} among the {len(self._tasks)} of this environment{hint}")
         if not isinstance(choice, Task):
             raise ConfigError(f"options: task must be a task or an id, not {type(choice).__name__}")

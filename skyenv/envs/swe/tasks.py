@@ -7,7 +7,6 @@ is refused. Nothing here is ever shown to an agent but `problem`.
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import hashlib
 import json
@@ -21,7 +20,7 @@ from typing import Any, Literal
 import yaml
 
 from skyenv.envs.swe.sources import Source, parse_source
-from skyenv.errors import ConfigError
+from skyenv.errors import ConfigError, did_you_mean
 
 RunnerName = Literal["unittest", "pytest"]
 NAMED_SETS = ("builtin", "pypi")
@@ -158,8 +157,8 @@ def _by_id(task_id: str) -> SweTask:
     for task in known:
         if task.task_id == task_id:
             return task
-    near = difflib.get_close_matches(task_id, [task.task_id for task in known], n=1)
-    raise ConfigError(f"tasks: no task {task_id!r} in the sets {', '.join(NAMED_SETS)}" + _did_you_mean(near))
+    hint = did_you_mean(task_id, (task.task_id for task in known))
+    raise ConfigError(f"tasks: no task {task_id!r} in the sets {', '.join(NAMED_SETS)}{hint}")
 
 
 def _read_path(path: Path) -> Iterator[SweTask]:
@@ -173,9 +172,8 @@ def _read_path(path: Path) -> Iterator[SweTask]:
         for number, row in enumerate(_rows(path), 1):
             yield parse_task(row, f"{path}: row {number}", path.parent)
     else:
-        near = difflib.get_close_matches(str(path), NAMED_SETS, n=1)
-        known = ", ".join(NAMED_SETS)
-        raise ConfigError(f"tasks: {str(path)!r} is neither a set ({known}) nor a file or folder" + _did_you_mean(near))
+        known, hint = ", ".join(NAMED_SETS), did_you_mean(str(path), NAMED_SETS)
+        raise ConfigError(f"tasks: {str(path)!r} is neither a set ({known}) nor a file or folder{hint}")
 
 
 def _rows(path: Path) -> list[object]:
@@ -291,16 +289,11 @@ def _mapping(value: object, where: str, known: Sequence[str], required: Sequence
         raise ConfigError(f"{where}: must be a mapping with the keys {', '.join(known)}")
     for name in value:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            raise ConfigError(f"{where}: {name}: unknown field" + _did_you_mean(near))
+            raise ConfigError(f"{where}: {name}: unknown field{did_you_mean(str(name), known)}")
     for name in required:
         if name not in value:
             raise ConfigError(f"{where}: {name}: is missing; add it")
     return value
-
-
-def _did_you_mean(near: Sequence[str]) -> str:
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _text(value: object, where: str) -> str:
