@@ -1,0 +1,1 @@
+"""The commands of `skyenv`, one module a verb; `skyenv.cli` wires them."""
