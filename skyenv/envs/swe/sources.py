@@ -40,6 +40,7 @@ __all__ = [
     "DirectorySource",
     "FilesSource",
     "GitSource",
+    "ImageSource",
     "PypiSource",
     "Source",
     "Tree",
@@ -98,7 +99,14 @@ class FilesSource:
     files: Mapping[str, bytes]
 
 
-Source = DirectorySource | ArchiveSource | PypiSource | GitSource | FilesSource
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """What lies at `path` in the container image of the task's environment; read through a sandbox, not from here."""
+
+    path: str
+
+
+Source = DirectorySource | ArchiveSource | PypiSource | GitSource | FilesSource | ImageSource
 
 
 async def fetch_tree(source: Source, *, base: Path, cache: Path) -> Tree:
@@ -122,6 +130,8 @@ def _fetch(source: Source, base: Path, cache: Path) -> Tree:
             return _read_commit(source, cache)
         case FilesSource(files):
             return _read_files(files)
+        case ImageSource(path):
+            raise ConfigError(f"image: {path} lies in a container image, which only a sandbox can read")
 
 
 def _read_file(path: Path, sha256: str | None) -> bytes:
@@ -226,7 +236,7 @@ def parse_source(value: object, where: str) -> Source:
     """Read the `source` of a task row; `where` names file, row and field in every ConfigError.
 
     One key says the kind: `directory: path`, `archive: {path, sha256, strip}`, `pypi: {name, version, sha256, subdir}`,
-    `git: {url, commit}` or `files: {path: text}`.
+    `git: {url, commit}`, `files: {path: text}` or `image: path`.
     """
     kinds: dict[str, Callable[[object, str], Source]] = {
         "directory": _parse_directory,
@@ -234,6 +244,7 @@ def parse_source(value: object, where: str) -> Source:
         "pypi": _parse_pypi,
         "git": _parse_git,
         "files": _parse_files,
+        "image": _parse_image,
     }
     if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in kinds:
         raise ConfigError(f"{where}: must be a mapping with exactly one of the keys {', '.join(kinds)}")
@@ -278,6 +289,12 @@ def _parse_files(value: object, where: str) -> FilesSource:
         if not isinstance(path, str) or not isinstance(text, str):
             raise ConfigError(f"{where}: path {path!r} and its content must be strings; quote them")
     return FilesSource({path: text.encode() for path, text in value.items()})
+
+
+def _parse_image(value: object, where: str) -> ImageSource:
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise ConfigError(f"{where}: must be an absolute path in the container image")
+    return ImageSource(value)
 
 
 _TEXT = (re.compile(r"[^-\0][^\0]*"), "a text that does not start with '-'")
