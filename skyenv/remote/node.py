@@ -354,7 +354,7 @@ def serve(options: ServeOptions, *, on_ready: Callable[[str], None] = LOG.info) 
 
     ConfigError when the address cannot be bound or the backend cannot work here.
     """
-    anyio.run(_serve, options, on_ready)
+    anyio.run(_serve, options, on_ready, backend_options={"use_uvloop": True})
 
 
 async def _serve(options: ServeOptions, on_ready: Callable[[str], None]) -> None:
