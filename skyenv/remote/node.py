@@ -379,9 +379,12 @@ async def _serve(options: ServeOptions, on_ready: Callable[[str], None]) -> None
 def _listen(options: ServeOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        return socket.create_server((options.host, options.port), family=family, backlog=2048)
+        listener = socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"host {options.host}, port {options.port}: {error}") from error
+    # Connections inherit it; without it Nagle's algorithm holds every answer with a body back for 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 async def _watch_signals(
