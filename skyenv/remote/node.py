@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from skyenv.errors import ConfigError, SandboxError, SandboxProtocolError, SkyEnvError
 from skyenv.remote import backends
 from skyenv.remote.backends import Backend
+from skyenv.remote.metrics import CONTENT_TYPE
 from skyenv.remote.protocol import (
     KEY,
     MAX_WAIT,
@@ -108,6 +109,7 @@ def _routes() -> list[Route]:
     one = "/sandboxes/{name}"
     return [
         Route("/health", _health, methods=["GET"]),
+        Route("/metrics", _metrics, methods=["GET"]),
         Route("/leases", _renew, methods=["POST"]),
         Route("/snapshots/{snapshot}", _delete_snapshot, methods=["DELETE"]),
         Route("/creations/{name}", _attach_creation, methods=["GET"]),
@@ -204,6 +206,10 @@ async def _keyed(request: Request, calls: CallLog, work: Work) -> Response:
 
 async def _health(request: Request) -> Response:
     return JSONResponse(_node(request).describe())
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(_node(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
 async def _renew(request: Request) -> Response:
