@@ -213,7 +213,7 @@ async def _renew(request: Request) -> Response:
 async def _create(request: Request) -> Response:
     node, name = _node(request), request.path_params["name"]
     wanted = parse_create(await request.body())
-    return await _await(node.calls.start(name, lambda: node.create(name, wanted)), _query(request))
+    return await _await(node.calls.start(name, lambda _key: node.create(name, wanted)), _query(request))
 
 
 async def _delete(request: Request) -> Response:
@@ -221,11 +221,8 @@ async def _delete(request: Request) -> Response:
 
 
 async def _attach(request: Request) -> Response:
-    key = request.path_params["key"]
-    call = _session(request).calls.find(key)
-    if call is None:
-        raise SandboxProtocolError(f"no call {key!r} is known")
-    return await _await(call, _query(request))
+    session, key = _session(request), request.path_params["key"]
+    return await _await(session.calls.start(key, session.follow), _query(request))
 
 
 async def _attach_creation(request: Request) -> Response:
@@ -239,13 +236,13 @@ async def _attach_creation(request: Request) -> Response:
 async def _exec(request: Request) -> Response:
     session, parameters = _session(request), parse_query(ExecParameters, _query(request))
     command = await request.body()
-    return await _keyed(request, session.calls, lambda: session.exec(command, parameters))
+    return await _keyed(request, session.calls, lambda key: session.exec(key, command, parameters))
 
 
 async def _poll(request: Request) -> Response:
     session, parameters = _session(request), parse_query(PollParameters, _query(request))
     typed = await request.body()
-    return await _keyed(request, session.calls, lambda: session.poll(parameters.soft_timeout, typed))
+    return await _keyed(request, session.calls, lambda key: session.poll(key, parameters.soft_timeout, typed))
 
 
 async def _interrupt(request: Request) -> Response:
@@ -260,7 +257,7 @@ async def _kill(request: Request) -> Response:
 
 async def _snapshot(request: Request) -> Response:
     node, session = _node(request), _session(request)
-    return await _keyed(request, session.calls, lambda: node.snapshot(session.name))
+    return await _keyed(request, session.calls, lambda _key: node.snapshot(session.name))
 
 
 async def _delete_snapshot(request: Request) -> Response:
@@ -289,12 +286,12 @@ async def _write_file(request: Request) -> Response:
     path, expected, data = _path(query), _number(query, "expected_bytes"), await request.body()
     if expected is not None and expected > len(data):
         raise SandboxProtocolError("expected_bytes is larger than the body")
-    return await _keyed(request, session.calls, lambda: session.write_file(path, data, expected))
+    return await _keyed(request, session.calls, lambda key: session.write_file(key, path, data, expected))
 
 
 async def _remove(request: Request) -> Response:
     session, path = _session(request), _path(_query(request))
-    return await _keyed(request, session.calls, lambda: session.remove(path))
+    return await _keyed(request, session.calls, lambda key: session.remove(key, path))
 
 
 async def _download(request: Request) -> Response:
@@ -305,7 +302,7 @@ async def _download(request: Request) -> Response:
 
 async def _upload(request: Request) -> Response:
     session, path, archive = _session(request), _path(_query(request)), await request.body()
-    return await _keyed(request, session.calls, lambda: session.upload(path, archive))
+    return await _keyed(request, session.calls, lambda key: session.upload(key, path, archive))
 
 
 @dataclass(frozen=True, slots=True)

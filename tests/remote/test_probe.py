@@ -43,7 +43,7 @@ chmod 1777 $0/merged; export SKYENV_STATE_DIR=$0/merged; exec "$@"
 def test_this_machine() -> None:
     found = probe()
     assert (found.usable, found.mode, found.overlay) == (True, "root", True)
-    assert set(found.limits) == {"memory", "pids", "cpu", "file_size", "disk"}
+    assert set(found.limits) == {"memory", "pids", "cpu", "file_size", "disk", "freezer"}
     assert not list(found.base.glob("*-trial"))
 
 
