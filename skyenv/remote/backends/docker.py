@@ -262,7 +262,7 @@ class DockerBackend(launching.LauncherBackend):
         own_boot, _colon, own_view = _host().partition(":")
         if boot != own_boot:
             return True
-        return view == own_view and await anyio.to_thread.run_sync(launching.is_abandoned, Path(state, "lock"))
+        return view == own_view and await anyio.to_thread.run_sync(_is_dead, Path(state, "lock"))
 
     async def _remove_all(self) -> None:
         """The launcher has killed every container; the engine is removing them, or this does."""
@@ -271,8 +271,8 @@ class DockerBackend(launching.LauncherBackend):
         with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT):
             try:
                 await self._tidy()
-                while await self._open_engine.containers(f"{STATE_LABEL}={self._state}"):
-                    await anyio.sleep(0.05)  # noqa: ASYNC110 - the engine is another process
+                while await self._open_engine.containers(f"{STATE_LABEL}={self._state}"):  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
             except SkyEnvError as error:
                 LOG.warning("containers of %s may be left in the engine: %s", self._state, error)
 
@@ -281,6 +281,13 @@ def _host() -> str:
     """Names this boot of this machine, and the mounts that a path is looked up in."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{Path('/proc/self/ns/mnt').stat().st_ino}"
+
+
+def _is_dead(lock: Path) -> bool:
+    try:
+        return launching.is_abandoned(lock)
+    except FileNotFoundError:
+        return True
 
 
 def _find_init() -> str:

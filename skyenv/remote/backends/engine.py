@@ -135,7 +135,7 @@ class ContainerEngine:
             except APIError as error:
                 if error.status_code not in (404, 409):
                     raise
-                return error.status_code == 404
+                return bool(error.status_code == 404)
             return True
 
         return await self.call(f"removal of {reference}", work)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -23,7 +24,6 @@ _JOINED = kernel.NEWNS | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS | kernel.
 _OWN = kernel.NEWNS | kernel.NEWPID | kernel.NEWCGROUP
 _PROCESSORS = "/sys/devices/system/cpu"
 _IPV6 = "/proc/sys/net/ipv6/conf"
-_ENGINE_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf")
 
 
 def anchor_of(config: dict[str, Any]) -> int:
@@ -42,6 +42,13 @@ def anchor_of(config: dict[str, Any]) -> int:
         os.close(anchor)
         raise
     return anchor
+
+
+def end(anchor: int) -> None:
+    """Kill the container's first process, and so the container. The descriptor is closed."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(anchor, signal.SIGKILL)
+    os.close(anchor)
 
 
 def _ended(anchor: int) -> bool:
@@ -92,20 +99,8 @@ def _mount_own(config: dict[str, Any]) -> None:
         enter.mount_tmpfs(_PROCESSORS, 0, 0o755, 65536)
         enter.tell_processors(_PROCESSORS)
         kernel.restrict_mount(_PROCESSORS, kernel.ATTR_RDONLY)
-    for path in _ENGINE_FILES:
-        _own_file(path)
     os.makedirs(config["run_dir"], exist_ok=True)
     enter.mount_tmpfs(config["run_dir"], 0, 0o711, config["tmpfs_bytes"])
-
-
-def _own_file(path: str) -> None:
-    """Make a file that an engine mounted one of the container's own, so that changes to it travel with snapshots."""
-    if os.path.ismount(path):
-        with open(path) as file:
-            text = file.read()
-        kernel.unmount(path)
-        if not os.path.getsize(path):
-            enter.write(path, text)
 
 
 def _raise_network() -> None:
