@@ -21,9 +21,11 @@ from anyio.abc import TaskGroup
 
 from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable, SkyEnvError
 from skyenv.remote.backends import Backend
+from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
+from skyenv.remote.metrics import Census, Metrics
 from skyenv.remote.protocol import CreateRequest
-from skyenv.remote.session import ENDED, CallLog, Result, Session
+from skyenv.remote.session import ENDED, Session
 from skyenv.remote.tasks import background_tasks
 
 LOG = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Node:
 
     def __init__(self, backend: Backend, *, max_sandboxes: int = 512) -> None:
         self.backend = backend
+        self.metrics = Metrics()
+        self.metrics.watch(self._census)
         self._max = max_sandboxes
         self._sessions: dict[str, Session] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
@@ -92,8 +96,13 @@ class Node:
             raise SandboxUnavailable(f"all {self._max} places of this node are taken", retry_after=1.0)
         self._places.add(name)
         try:
-            async with self._starts:
-                await self._start(name, request)
+            with self.metrics.timed("queue"):
+                await self._starts.acquire_on_behalf_of(name)
+            try:
+                with self.metrics.timed("start"):
+                    await self._start(name, request)
+            finally:
+                self._starts.release_on_behalf_of(name)
         except SkyEnvError:
             await self._destroy(name)
             raise
@@ -112,7 +121,7 @@ class Node:
         except SkyEnvError:
             await self._bury(sandbox)
             raise
-        session = self._sessions[name] = Session(sandbox, sock, record, self.backend, self._group)
+        session = self._sessions[name] = Session(sandbox, sock, record, self.backend, self._group, self.metrics)
         self._group.start_soon(self._serve, session, session.channel)
         env = self.backend.environment(sandbox)
         if request.spec.cpus is not None:
@@ -134,7 +143,9 @@ class Node:
         while len(self._gone) > TOMBSTONES:
             self._gone.popitem(last=False)
         if self._sessions.get(name) is not None:
-            await self._destroy(name)
+            self.metrics.ended({"deleted": "deleted", ENDED: "ended"}.get(reason, "lease"))
+            with self.metrics.timed("delete"):
+                await self._destroy(name)
 
     async def _destroy(self, name: str) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT):
@@ -149,6 +160,7 @@ class Node:
             await self.backend.destroy(sandbox)
         except SandboxError as error:
             LOG.warning("sandbox %s was not cleaned up: %s", sandbox, error)
+            self.metrics.leaked("sandbox")
 
     async def _reap(self) -> None:
         while True:
@@ -160,7 +172,8 @@ class Node:
         """Copy a sandbox's files while nothing in it moves."""
         session = self.session(name)
         async with session.still():
-            return Result({"snapshot": await self.backend.snapshot(session.sandbox, b"")})
+            with self.metrics.timed("snapshot"):
+                return Result({"snapshot": await self.backend.snapshot(session.sandbox, b"")})
 
     def renew(self, names: list[str]) -> list[str]:
         """Renew leases; returns the names that are not alive."""
@@ -171,6 +184,16 @@ class Node:
             else:
                 session.touch()
         return lost
+
+    def _census(self) -> Census:
+        """For the metrics."""
+        starting = len(self._places) - len(self._sessions)
+        return Census(
+            slots=self._max,
+            used=len(self._places),
+            states={"running": len(self._sessions), "starting": max(0, starting)},
+            waiting=self._starts.statistics().tasks_waiting,
+        )
 
     def describe(self) -> dict[str, Any]:
         """For `health`."""

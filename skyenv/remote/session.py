@@ -1,8 +1,7 @@
 """One sandbox as the node sees it: the channel to its init, its lease, whether it is frozen, and its keyed calls.
 
-A call that changes something runs in a task of the node's, under its key; whoever asks with the same key waits for
-the same call. The init keeps its own log of keys, which outlives this process: the one here spares a round trip and
-holds what never reached the init. A sandbox is thawed before anything is asked of it.
+What changes something carries a key. The init keeps the log of keys, which outlives this process; the one in `calls`
+spares a round trip and holds what never reached the init. A sandbox is thawed before anything is asked of it.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -23,21 +20,19 @@ from skyenv.errors import (
     EnvError,
     SandboxConflict,
     SandboxError,
-    SandboxLost,
     SandboxPathError,
     SandboxProtocolError,
     SandboxUnavailable,
     SkyEnvError,
-    boundary,
 )
 from skyenv.remote.backends import Backend, Record
+from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.inside.wire import Frame
+from skyenv.remote.metrics import Metrics
 from skyenv.remote.protocol import ExecParameters
 from skyenv.remote.tasks import background_tasks
 
-KEPT_CALLS = 64
-KEPT_BYTES = 4 << 20
 ENDED = "the sandbox's first process ended (killed, or out of memory)"
 INLINE = 1 << 20
 CHUNK = 1 << 18
@@ -50,92 +45,6 @@ _FIELDS = (
 )
 
 
-class Result(NamedTuple):
-    """What a call came to: small fields and raw bytes."""
-
-    meta: dict[str, Any]
-    body: bytes = b""
-
-
-Work = Callable[[str], Awaitable[Result]]
-"""What a call does, given its key."""
-
-
-@dataclass(slots=True)
-class Call:
-    """One keyed call. `done` is set once `result` or `error` is."""
-
-    done: anyio.Event = field(default_factory=anyio.Event)
-    result: Result | None = None
-    error: SkyEnvError | None = None
-
-    async def run(self, key: str, work: Work) -> None:
-        """Do the work and keep what it came to; never raises but on cancellation."""
-        try:
-            with boundary(SandboxError, "the node failed"):
-                self.result = await work(key)
-        except SkyEnvError as error:
-            self.error = error
-        finally:
-            if self.result is None and self.error is None:
-                self.error = SandboxLost("the node is closing")
-            self.done.set()
-
-    async def wait(self, seconds: float) -> Result | None:
-        """Its result, or None when it goes on for longer than `seconds`. Raises the call's error."""
-        with anyio.move_on_after(seconds):
-            await self.done.wait()
-        if self.error is not None:
-            raise self.error
-        return self.result
-
-
-class CallLog:
-    """Keyed calls, running ones and the last finished ones."""
-
-    def __init__(self, group: TaskGroup) -> None:
-        self._group = group
-        self._calls: OrderedDict[str, Call] = OrderedDict()
-
-    def start(self, key: str, work: Work) -> Call:
-        """The call with this key; started now if there was none."""
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = Call()
-            self._group.start_soon(self._run, key, call, work)
-            self._forget()
-        return call
-
-    async def _run(self, key: str, call: Call, work: Work) -> None:
-        """A call that was refused for now or never made is not kept: asking again with its key is a new try."""
-        await call.run(key, work)
-        if isinstance(call.error, (SandboxUnavailable, SandboxProtocolError)):
-            self._calls.pop(key, None)
-
-    def find(self, key: str) -> Call | None:
-        """The call with this key, if it is known."""
-        return self._calls.get(key)
-
-    def drop(self, key: str) -> None:
-        """Let a finished call go: its client has the answer."""
-        call = self._calls.get(key)
-        if call is not None and call.done.is_set():
-            del self._calls[key]
-
-    @property
-    def busy(self) -> bool:
-        """Whether any call is running."""
-        return any(not call.done.is_set() for call in self._calls.values())
-
-    def _forget(self) -> None:
-        count, size = 0, 0
-        for key, call in reversed(list(self._calls.items())):
-            if call.done.is_set():
-                count, size = count + 1, size + (len(call.result.body) if call.result else 0)
-                if count > KEPT_CALLS or (size > KEPT_BYTES and count > 1):
-                    del self._calls[key]
-
-
 class Session:
     """A living sandbox. The node makes it, serves its channel and closes that.
 
@@ -143,10 +52,19 @@ class Session:
     node adds.
     """
 
-    def __init__(self, sandbox: str, sock: socket.socket, record: Record, backend: Backend, group: TaskGroup) -> None:
+    def __init__(
+        self,
+        sandbox: str,
+        sock: socket.socket,
+        record: Record,
+        backend: Backend,
+        group: TaskGroup,
+        metrics: Metrics,
+    ) -> None:
         self.name: str = record["name"]
         self.sandbox = sandbox
         self.record = record
+        self._metrics = metrics
         self.channel = Channel(sock, ENDED)
         self.calls = CallLog(group)
         self.frozen = False
@@ -265,16 +183,29 @@ class Session:
     async def exec(self, key: str, command: bytes, parameters: ExecParameters) -> Result:
         """Run a command; returns when it ended or, with a soft timeout, fell silent."""
         header = {**parameters.model_dump(), "key": key}
-        return _any_result(await self.ask("exec", header, command, timeout=parameters.timeout + END_GRACE))
+        return self._ended(await self.ask("exec", header, command, timeout=parameters.timeout + END_GRACE))
 
     async def poll(self, key: str, soft_timeout: float | None, typed: bytes = b"") -> Result:
         """Wait for the running command, once `typed` is on its terminal."""
         op, header = "input" if typed else "poll", {"soft_timeout": soft_timeout, "key": key}
-        return _any_result(await self.ask(op, header, typed, timeout=LONGEST))
+        return self._ended(await self.ask(op, header, typed, timeout=LONGEST))
 
     async def interrupt(self, key: str) -> Result:
         """End the running command."""
-        return _any_result(await self.ask("interrupt", {"key": key}, timeout=END_GRACE))
+        return self._ended(await self.ask("interrupt", {"key": key}, timeout=END_GRACE))
+
+    def _ended(self, frame: Frame) -> Result:
+        """What a command came to, counted once it has ended."""
+        result = _any_result(frame)
+        meta, seconds = result.meta, result.meta.get("seconds")
+        if isinstance(seconds, float) and not meta.get("running"):
+            self._metrics.executed(
+                seconds,
+                oom=bool(meta.get("oom")),
+                timed_out=bool(meta.get("timed_out")),
+                failed=meta.get("exit_code") != 0,
+            )
+        return result
 
     async def kill_processes(self, key: str) -> Result:
         """Kill everything inside."""
