@@ -28,6 +28,7 @@ from skyenv.remote.answers import (
     whole_number,
 )
 from skyenv.remote.backends import Backend
+from skyenv.remote.metrics import CONTENT_TYPE
 from skyenv.remote.protocol import (
     KEY,
     MAX_COMMAND,
@@ -83,6 +84,7 @@ def _routes() -> list[Route]:
     one = "/sandboxes/{name}"
     return [
         Route("/health", _health, methods=["GET"]),
+        Route("/metrics", _metrics, methods=["GET"]),
         Route("/leases", _renew, methods=["POST"]),
         Route("/snapshots/{snapshot}", _delete_snapshot, methods=["DELETE"]),
         Route("/creations/{name}", _attach_creation, methods=["GET"]),
@@ -136,6 +138,10 @@ async def _keyed(request: Request, calls: CallLog, work: Work) -> Response:
 
 async def _health(request: Request) -> Response:
     return JSONResponse(_node(request).describe())
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(_node(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
 async def _renew(request: Request) -> Response:

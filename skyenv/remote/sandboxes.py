@@ -18,6 +18,7 @@ from anyio.abc import TaskGroup
 
 from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable, SkyEnvError
 from skyenv.remote.backends import Backend
+from skyenv.remote.metrics import Census, Metrics
 from skyenv.remote.protocol import CreateRequest
 from skyenv.remote.session import ENDED, CallLog, Result, Session
 from skyenv.remote.tasks import background_tasks
@@ -35,6 +36,8 @@ class Node:
 
     def __init__(self, backend: Backend, *, max_sandboxes: int = 512) -> None:
         self.backend = backend
+        self.metrics = Metrics()
+        self.metrics.watch(self._census)
         self._max = max_sandboxes
         self._sessions: dict[str, Session] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
@@ -88,8 +91,13 @@ class Node:
             raise SandboxUnavailable(f"all {self._max} places of this node are taken", retry_after=1.0)
         self._places.add(name)
         try:
-            async with self._starts:
-                await self._start(name, request)
+            with self.metrics.timed("queue"):
+                await self._starts.acquire_on_behalf_of(name)
+            try:
+                with self.metrics.timed("start"):
+                    await self._start(name, request)
+            finally:
+                self._starts.release_on_behalf_of(name)
         except SkyEnvError:
             await self._destroy(name)
             raise
@@ -102,7 +110,7 @@ class Node:
         if self._group is None:
             raise SandboxUnavailable("the node is not open")
         sock = await self.backend.create(name, request)
-        session = Session(name, sock, request.spec.ttl, self._group)
+        session = Session(name, sock, request.spec.ttl, self._group, self.metrics)
         self._sessions[name] = session
         self._group.start_soon(self._serve, session)
         env = self.backend.environment(name)
@@ -125,7 +133,9 @@ class Node:
         while len(self._gone) > TOMBSTONES:
             self._gone.popitem(last=False)
         if self._sessions.get(name) is not None:
-            await self._destroy(name)
+            self.metrics.ended({"deleted": "deleted", ENDED: "ended"}.get(reason, "lease"))
+            with self.metrics.timed("delete"):
+                await self._destroy(name)
 
     async def _destroy(self, name: str) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(CLOSE_TIMEOUT):
@@ -136,6 +146,7 @@ class Node:
                 await self.backend.destroy(name)
             except SandboxError as error:
                 LOG.warning("sandbox %s was not cleaned up: %s", name, error)
+                self.metrics.leaked("sandbox")
             self._places.discard(name)
 
     async def _reap(self) -> None:
@@ -149,7 +160,8 @@ class Node:
         session = self.session(name)
         await session.freeze()
         try:
-            return Result({"snapshot": await self.backend.snapshot(name)})
+            with self.metrics.timed("snapshot"):
+                return Result({"snapshot": await self.backend.snapshot(name)})
         finally:
             with anyio.CancelScope(shield=True):
                 await session.thaw()
@@ -163,6 +175,16 @@ class Node:
             else:
                 session.touch()
         return lost
+
+    def _census(self) -> Census:
+        """For the metrics."""
+        starting = len(self._places) - len(self._sessions)
+        return Census(
+            slots=self._max,
+            used=len(self._places),
+            states={"running": len(self._sessions), "starting": max(0, starting)},
+            waiting=self._starts.statistics().tasks_waiting,
+        )
 
     def describe(self) -> dict[str, Any]:
         """For `health`."""

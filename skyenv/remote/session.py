@@ -29,6 +29,7 @@ from skyenv.errors import (
 )
 from skyenv.remote.channel import Channel
 from skyenv.remote.inside.wire import Frame
+from skyenv.remote.metrics import Metrics
 from skyenv.remote.protocol import ExecParameters
 from skyenv.remote.tasks import background_tasks
 
@@ -127,8 +128,9 @@ class CallLog:
 class Session:
     """A living sandbox. Made by `open_session`; the node serves its channel and closes it."""
 
-    def __init__(self, name: str, sock: socket.socket, ttl: float, group: TaskGroup) -> None:
+    def __init__(self, name: str, sock: socket.socket, ttl: float, group: TaskGroup, metrics: Metrics) -> None:
         self.name = name
+        self._metrics = metrics
         self.channel = Channel(sock, ENDED)
         self.calls = CallLog(group)
         self._ttl = ttl
@@ -167,17 +169,29 @@ class Session:
     async def exec(self, command: bytes, parameters: ExecParameters) -> Result:
         """Run a command; returns when it ended or, with a soft timeout, fell silent."""
         limit = parameters.timeout + END_GRACE
-        frame = await self.ask("exec", parameters.model_dump(), command, timeout=limit)
-        return _exec_result(frame)
+        return self._ended(await self.ask("exec", parameters.model_dump(), command, timeout=limit))
 
     async def poll(self, soft_timeout: float | None, typed: bytes = b"") -> Result:
         """Wait for the running command, once `typed` is on its terminal."""
         op = "input" if typed else "poll"
-        return _exec_result(await self.ask(op, {"soft_timeout": soft_timeout}, typed, timeout=8 * 86400.0))
+        return self._ended(await self.ask(op, {"soft_timeout": soft_timeout}, typed, timeout=8 * 86400.0))
 
     async def interrupt(self) -> Result:
         """End the running command."""
-        return _exec_result(await self.ask("interrupt", timeout=END_GRACE))
+        return self._ended(await self.ask("interrupt", timeout=END_GRACE))
+
+    def _ended(self, frame: Frame) -> Result:
+        """What a command came to, counted once it has ended."""
+        result = _exec_result(frame)
+        meta, seconds = result.meta, result.meta.get("seconds")
+        if isinstance(seconds, float) and not meta.get("running"):
+            self._metrics.executed(
+                seconds,
+                oom=bool(meta.get("oom")),
+                timed_out=bool(meta.get("timed_out")),
+                failed=meta.get("exit_code") != 0,
+            )
+        return result
 
     async def kill_processes(self) -> Result:
         """Kill everything inside."""
