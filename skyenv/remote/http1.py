@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 import anyio
 import anyio.streams.tls
 import httptools
-from anyio.abc import AnyByteStream, SocketAttribute
+from anyio.abc import ByteStream, SocketAttribute
 
 Header = tuple[bytes, bytes]
 CHUNK = 1 << 18
@@ -87,7 +87,7 @@ class Answer:
 class _Connection:
     """One connection, one exchange at a time. Its methods `on_*` are the parser's."""
 
-    def __init__(self, stream: AnyByteStream) -> None:
+    def __init__(self, stream: ByteStream) -> None:
         self._stream = stream
         self._poll = select.poll()
         self._poll.register(stream.extra(SocketAttribute.raw_socket).fileno(), select.POLLIN)
@@ -240,7 +240,7 @@ class Pool:
         async with AsyncExitStack() as undo:
             try:
                 with anyio.fail_after(self._connect_timeout):
-                    stream: AnyByteStream = await anyio.connect_tcp(host, origin.port)
+                    stream: ByteStream = await anyio.connect_tcp(host, origin.port)
                     undo.push_async_callback(anyio.aclose_forcefully, stream)
                     if origin.secure:
                         stream = await anyio.streams.tls.TLSStream.wrap(

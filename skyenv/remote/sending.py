@@ -132,6 +132,7 @@ class Sender:
         self._base = str(http.base_url).rstrip("/")
         self._headers = {**http.headers}
         self._answered = False
+        self._silent_since: float | None = None
 
     async def send(
         self, method: Method, path: str, body: bytes = b"", headers: Headers | None = None, *,
@@ -161,10 +162,11 @@ class Sender:
         try:
             response = await self._http.send(request)
         except httpx.TransportError:
+            self._silent_since = self._silent_since or anyio.current_time()
             raise
         except httpx.HTTPError as error:
             raise SandboxProtocolError(f"{method} {path}: {error!r}") from error
-        self._answered = True
+        self._answered, self._silent_since = True, None
         if response.status_code >= 300:
             raise decode_error(response.content, response.status_code)
         return response
@@ -193,10 +195,11 @@ class Sender:
         return response
 
     def _enough(self, state: tenacity.RetryCallState) -> bool:
-        """A server that never answered is given up sooner than one that did, or that says when to come back."""
+        """A server that never answered is given up soon; one that fell silent gets `patience` once for all requests."""
         if not self._answered:
             return state.attempt_number >= FIRST_ATTEMPTS
-        return (state.seconds_since_start or 0.0) > self._patience
+        silent = anyio.current_time() - self._silent_since if self._silent_since is not None else 0.0
+        return max(silent, state.seconds_since_start or 0.0) > self._patience
 
 
 def _pause(state: tenacity.RetryCallState) -> float:
