@@ -8,6 +8,7 @@ infrastructure raises, and what it raises is one of these types, so that a failu
      |   +- SandboxUnavailable    no sandbox to be had now; `retry_after` seconds
      |   +- SandboxLost           it existed and is gone
      |   +- SandboxProtocolError  client and node do not understand each other
+     |   +- DeadlineExceeded      a stage, the wait for its slot, or a whole trajectory took too long
      +- SourceUnavailable     the files of a task cannot be fetched now
      +- EngineError           the inference server failed (a full context is a StopReason, not an error)
      +- EnvError              a bug of an environment's or a tool's author
@@ -28,14 +29,21 @@ class SkyEnvError(Exception):
 
 
 class SandboxError(SkyEnvError):
-    """Sandbox infrastructure failed; the trajectory is masked and may be retried with a fresh sandbox."""
+    """Sandbox infrastructure failed; the trajectory is masked and may be retried with a fresh sandbox.
+
+    `reason` is one of `skyenv.remote.protocol.Reason` where the server gave one.
+    """
+
+    def __init__(self, message: str = "", *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class SandboxUnavailable(SandboxError):
-    """No sandbox can be had now. `retry_after` says in how many seconds to try again (None: unknown)."""
+    """No sandbox can be had now. `retry_after` says in how many seconds to try again (None: it would not help)."""
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, retry_after: float | None = None, *, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
         self.retry_after = retry_after
 
 
@@ -45,6 +53,10 @@ class SandboxLost(SandboxError):
 
 class SandboxProtocolError(SandboxError):
     """Client and node server do not understand each other."""
+
+
+class DeadlineExceeded(SandboxError):
+    """An infrastructure deadline passed: of a stage, of the wait for its slot, or of the whole trajectory."""
 
 
 class SandboxPathError(SkyEnvError, OSError):

@@ -1,4 +1,4 @@
-"""`skyenv tasks`: look at task sets, admit them to training, grade a patch."""
+"""`skyenv tasks`: look at task sets, make them, admit them to training, grade a patch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from skyenv.commands import build
 from skyenv.commands.output import print_line
 from skyenv.errors import ConfigError, SkyEnvError
 
@@ -21,7 +22,7 @@ PLACE = "a set's name (builtin, pypi), a file, a folder, a data set of the hub (
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`skyenv tasks list|show|validate|grade`."""
+    """`skyenv tasks list|show|validate|grade|build`."""
     tasks = commands.add_parser("tasks", help="look at, admit and grade repair tasks")
     verbs = tasks.add_subparsers(required=True, metavar="VERB")
     listing = verbs.add_parser("list", help="one line a task")
@@ -35,6 +36,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for verb in (validating, grading):
         verb.add_argument("--sandbox", help="URL of a node server (default: sandboxes of this process)")
         verb.add_argument("--token", help="token of that server")
+    build.add(verbs)
     showing.add_argument("task_id", metavar="ID")
     grading.add_argument("--id", required=True, help="the task that the patch is for")
     grading.add_argument("--patch", required=True, metavar="FILE", help="the patch; - reads standard input")

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 
 SERVE = """
 import sys
-from skyenv.remote.node import ServeOptions, serve
-serve(ServeOptions(port=0, token="secret", backend=sys.argv[1]), on_ready=lambda url: print(url, flush=True))
+from skyenv.remote.listen import Listening
+from skyenv.remote.serve import ServeOptions, serve
+options = ServeOptions(Listening(port=0), token="secret", backend=sys.argv[1])
+serve(options, on_ready=lambda url: print(url, flush=True))
 """
 # The launcher gives up root for the user nobody, so everything after that happens as on a machine without sudo.
 SERVE_ROOTLESS = """
@@ -21,6 +23,16 @@ from skyenv.remote.node import create_app
 listener = socket.create_server(("127.0.0.1", 0))
 print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
 config = uvicorn.Config(create_app(LocalBackend(run_as=65534), token="secret"), log_config=None)
+uvicorn.Server(config).run([listener])
+"""
+
+SERVE_DOCKER = """
+import socket, sys, uvicorn
+from skyenv.remote.backends import get
+from skyenv.remote.node import create_app
+listener = socket.create_server(("127.0.0.1", 0))
+print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
+config = uvicorn.Config(create_app(get("docker", image=sys.argv[1]), token="secret"), log_config=None)
 uvicorn.Server(config).run([listener])
 """
 

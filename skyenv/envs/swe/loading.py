@@ -13,7 +13,7 @@ from typing import Any
 
 from skyenv.envs.swe.datasets import find_dataset, parse_row
 from skyenv.envs.swe.fields import Row
-from skyenv.envs.swe.reading import SEPARATOR, hub_name, read_rows
+from skyenv.envs.swe.reading import SEPARATOR, hub_name, read_rows, read_selection
 from skyenv.envs.swe.records import read_records, records_path
 from skyenv.envs.swe.tasks import Record, SweTask
 from skyenv.errors import ConfigError, did_you_mean
@@ -54,6 +54,8 @@ def iter_tasks(tasks: TaskSet, *, refused: Refused | None = None, admitted: bool
             yield _one(item, number)
     elif str(tasks) in NAMED_SETS:
         yield from _named(str(tasks)) if admitted else _read(_place_of(str(tasks)), None, {}, refused)
+    elif (stage := read_selection(Path(tasks))) is not None:
+        yield from _selected(*stage, Path(tasks), refused, admitted)
     else:
         dataset, place = split_place(str(tasks))
         yield from _read(place, dataset, read_records(records_path(tasks)) if admitted else {}, refused)
@@ -72,6 +74,18 @@ def _read(
             continue
         record = records.get(task.task_id)
         yield task.admitted(record) if record is not None and record.digest == task.digest else task
+
+
+def _selected(
+    origin: str, ids: Sequence[str], path: Path, refused: Refused | None, admitted: bool
+) -> Iterator[SweTask]:
+    place = path.parent / origin
+    source = str(place) if place.exists() and origin not in NAMED_SETS else origin
+    known = {task.task_id: task for task in iter_tasks(source, refused=refused, admitted=admitted)}
+    for task_id in ids:
+        if task_id not in known:
+            raise ConfigError(f"{path}: ids: {origin} has no task {task_id!r}{did_you_mean(task_id, known)}")
+        yield known[task_id]
 
 
 def _place_of(name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from skyenv.envs.swe.fields import Row
+from skyenv.envs.swe.fields import Row, text, texts
 from skyenv.errors import ConfigError, SourceUnavailable
 
 SEPARATOR = ":"
@@ -43,6 +43,19 @@ def read_rows(place: str) -> Iterator[Row]:
             yield _row(fields, f"{hub[0]}: row {number}", Path.cwd())
 
 
+def read_selection(path: Path) -> tuple[str, tuple[str, ...]] | None:
+    """A file that chooses tasks of another set, `{"tasks": a set's name or place, "ids": [...]}`; None for another.
+
+    Further keys are remarks. ConfigError when it is broken.
+    """
+    if path.suffix.lower() not in (".json", ".yaml", ".yml") or not path.is_file():
+        return None
+    content = _parsed(path)
+    if not isinstance(content, Mapping) or "ids" not in content:
+        return None
+    return text(content.get("tasks"), f"{path}: tasks"), texts(content["ids"], f"{path}: ids")
+
+
 def _row(fields: object, where: str, base: Path) -> Row:
     if not isinstance(fields, Mapping):
         raise ConfigError(f"{where}: must be a mapping of fields, not {type(fields).__name__}")
@@ -55,12 +68,16 @@ def _file(path: Path) -> Iterator[object]:
             yield from _json_lines(path)
         case ".parquet":
             yield from _parquet(path)
-        case suffix:
-            text = path.read_bytes().decode("utf-8")
-            rows = parse_json(text, str(path)) if suffix == ".json" else parse_yaml(text, str(path))
+        case _:
+            rows = _parsed(path)
             if not isinstance(rows, list):
-                raise ConfigError(f"{path}: must be a list of task rows")
+                raise ConfigError(f"{path}: must be a list of task rows, or a mapping with `tasks` and `ids`")
             yield from rows
+
+
+def _parsed(path: Path) -> object:
+    content = path.read_bytes().decode("utf-8")
+    return parse_json(content, str(path)) if path.suffix.lower() == ".json" else parse_yaml(content, str(path))
 
 
 def _json_lines(path: Path) -> Iterator[object]:
@@ -151,19 +168,19 @@ def _swebench_folder(file: Path) -> object:
     return row
 
 
-def parse_json(text: str | bytes, where: str) -> object:
+def parse_json(content: str | bytes, where: str) -> object:
     """Parse JSON. ConfigError saying where."""
     try:
-        value: object = json.loads(text)
+        value: object = json.loads(content)
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from error
     return value
 
 
-def parse_yaml(text: str, where: str) -> object:
+def parse_yaml(content: str, where: str) -> object:
     """Parse YAML. ConfigError saying where."""
     try:
-        value: object = yaml.load(text, Loader=_SafeLoader)
+        value: object = yaml.load(content, Loader=_SafeLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not valid YAML: {error}") from error
     return value

@@ -106,7 +106,7 @@ def _parse_accept(value: object, where: str) -> Mapping[str, str]:
 
 
 def _parse_files(value: object, where: str) -> SourceFiles:
-    """Read a source whose `pypi` and `git` kinds take a further key `paths`."""
+    """Read a source whose `pypi`, `git` and `edited` kinds take a further key `paths`."""
     if isinstance(value, Mapping) and len(value) == 1:
         kind, detail = next(iter(value.items()))
         if isinstance(detail, Mapping) and kind != "files" and "paths" in detail:

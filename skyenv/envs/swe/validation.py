@@ -207,7 +207,7 @@ def _weigh(test: str, task: SweTask, found: _Findings, accept: dict[str, str], f
 
 
 def _outcomes(test: str, grades: Sequence[Grade]) -> list[str]:
-    return [grade.tests.get(test, "missing") for grade in grades]
+    return [grade.expected.get(test, "missing") for grade in grades]
 
 
 def _good(test: str, task: SweTask, outcome: str, accept: dict[str, str], *, must_turn: bool) -> bool:

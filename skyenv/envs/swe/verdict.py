@@ -23,12 +23,17 @@ _SHOWN_OUTPUT = 4_000
 
 @dataclass(slots=True)
 class Grade:
-    """A verdict in the making; `output` is what the tests printed, head and tail; `timings` are seconds by stage."""
+    """A verdict in the making.
+
+    `tests` are the outcomes of all tests that ran, `expected` those of the task's ids; `output` is what the tests
+    printed, head and tail; `timings` are seconds by stage.
+    """
 
     task: SweTask
     status: Status = "unresolved"
     patch: bytes = b""
     tests: Mapping[str, str] = field(default_factory=dict)
+    expected: Mapping[str, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     flags: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -39,7 +44,7 @@ class Grade:
 
     def holds(self, test: str) -> bool:
         """Whether an expected test came out as it has to."""
-        outcome = self.tests.get(test, "missing")
+        outcome = self.expected.get(test, "missing")
         return outcome in ("passed", self.task.accept.get(test))
 
     def resolution(self) -> Literal["FULL", "PARTIAL", "NO"]:
@@ -59,7 +64,7 @@ class Grade:
             "reward": float(resolved) if self.reward is None else self.reward,
             "valid_for_training": self.status not in INVALID,
             "resolution": self.resolution(),
-            "tests": dict(self.tests),
+            "tests": dict(self.expected),
             "patch": self.patch.decode("utf-8", "surrogateescape"),
             "dropped_paths": list(self.dropped[:_SHOWN_PATHS]),
             "flags": list(self.flags),
@@ -87,10 +92,9 @@ def judge(grade: Grade, job: Job, result: ExecResult, report: Report) -> None:
     task = grade.task
     grade.output, grade.exit_status = result.output, report.exit_status
     own = {test: outcome for test, outcome in report.outcomes.items() if not job.canary.owns(test)}
-    if report.reward is not None:
-        grade.tests = own
-    elif own:
-        grade.tests = by_expected(own, task.expected, task.parser, worst)
+    grade.tests = own
+    if own:
+        grade.expected = own if task.whole_machine else by_expected(own, task.expected, task.parser, worst)
     if result.timed_out:
         grade.status = "timeout"
     elif result.oom:
