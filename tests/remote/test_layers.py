@@ -1,4 +1,4 @@
-"""Layers of an overlay: one made of several shows what they showed together, on the kernel's own overlay file system."""
+"""Layers of an overlay: one made of several shows what they showed together, on the kernel's own overlay."""
 
 from __future__ import annotations
 

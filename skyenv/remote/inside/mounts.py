@@ -48,6 +48,7 @@ def overlay(lowers: Sequence[str], upper: str, work: str, *, user: bool = False)
 def _overlay(lowers: Sequence[str], upper: str, work: str, options: Sequence[str]) -> int:
     context = _call(_FSOPEN, "fsopen overlay", b"overlay", _CLOEXEC)
     try:
+        _configure(context, _SET_STRING, "source", "overlay")
         for option in options:
             key, equals, value = option.partition("=")
             _configure(context, _SET_STRING if equals else _SET_FLAG, key, value if equals else None)
@@ -109,10 +110,14 @@ def restack(pid: int, lowers: Sequence[str], upper: str, work: str) -> None:
     os.close(space)
     trees = [(path, clone(path)) for path in points]
     attach(root, points[0])
-    os.chdir(points[0])
-    for path, tree in trees:
-        attach(tree, "." + path)
-    kernel.pivot_into(".")
+    try:
+        os.chdir(points[0])
+        for path, tree in trees:
+            attach(tree, "." + path)
+        kernel.pivot_into(".")
+    except OSError:
+        kernel.unmount(points[0])
+        raise
 
 
 def points_below_root(pid: int) -> list[str]:
@@ -120,5 +125,7 @@ def points_below_root(pid: int) -> list[str]:
     with open(f"/proc/{pid}/mountinfo", "rb") as file:
         mounts = [line.split() for line in file]
     root = [fields[0] for fields in mounts if fields[4] == b"/"][-1]
-    found = [os.fsdecode(fields[4].decode("unicode_escape").encode("latin-1")) for fields in mounts if fields[1] == root]
+    found = [
+        os.fsdecode(fields[4].decode("unicode_escape").encode("latin-1")) for fields in mounts if fields[1] == root
+    ]
     return list(dict.fromkeys(path for path in found if path != "/"))

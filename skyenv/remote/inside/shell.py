@@ -130,6 +130,7 @@ class Shell:
             os._exit(127)
 
     def write_file(self, name: str, data: bytes) -> None:
+        """Write a file in the session's own directory."""
         path = f"{self.dir}/{name}"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -241,6 +242,12 @@ class Shell:
         deadline = time.monotonic() + KILL_GRACE
         while not self._reap() and time.monotonic() < deadline:
             time.sleep(0.001)
+
+    def replace(self) -> None:
+        """Put a fresh shell in the place of an idle one."""
+        processes.send((self.pid,), signal.SIGKILL)
+        _pid, status = os.waitpid(self.pid, 0)
+        self.died(status)
 
     def _reap(self) -> bool:
         """Notice now if the shell is gone, before the loop does; True when it was."""

@@ -27,7 +27,7 @@ END = b"\0end\0"
 MEMORY_FOLDERS = ("/run", "/dev/shm")
 MEMORY_BYTES = 64 << 20
 OWN_FOLDER = "skyenv"
-KNOWN_DESCRIPTORS = frozenset({0, 1, 2, STATUS_FD})
+DESCRIPTOR_TRIES = 10
 KNOWN_DEVICES = frozenset(
     {"null", "zero", "full", "random", "urandom", "tty", "shm", "pts", "ptmx", "fd", "stdin", "stdout", "stderr"}
     | {"console", "mqueue", "core"}
@@ -36,13 +36,13 @@ _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.starts
 
 # The shell's own, or made up anew by each shell; RANDOM must not repeat itself in siblings.
 _OWN_VARIABLES = (
-    "BASH BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_EXECUTION_STRING "
-    "BASH_LINENO BASH_SOURCE BASH_SUBSHELL BASH_VERSINFO BASH_VERSION BASH_XTRACEFD COMP_WORDBREAKS DIRSTACK "
-    "EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD HOSTTYPE LINENO MACHTYPE OSTYPE PIPESTATUS "
-    "POSIXLY_CORRECT PPID RANDOM SECONDS SHELLOPTS SRANDOM UID _ __status"
-).split()
+    "BASH|BASHOPTS|BASHPID|BASH_ALIASES|BASH_ARGC|BASH_ARGV|BASH_ARGV0|BASH_CMDS|BASH_COMMAND|"
+    "BASH_EXECUTION_STRING|BASH_LINENO|BASH_SOURCE|BASH_SUBSHELL|BASH_VERSINFO|BASH_VERSION|BASH_XTRACEFD|"
+    "COMP_WORDBREAKS|DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|EUID|FUNCNAME|GROUPS|HISTCMD|HOSTTYPE|LINENO|"
+    "MACHTYPE|OSTYPE|PIPESTATUS|POSIXLY_CORRECT|PPID|RANDOM|SECONDS|SHELLOPTS|SRANDOM|UID|_|__status"
+)
 # What a fresh bash defines by itself.
-_DEFAULT_VARIABLES = "HOSTNAME IFS OLDPWD OPTERR OPTIND PATH PS4 PWD SHELL SHLVL TERM".split()
+_DEFAULT_VARIABLES = ["HOSTNAME", "IFS", "OLDPWD", "OPTERR", "OPTIND", "PATH", "PS4", "PWD", "SHELL", "SHLVL", "TERM"]
 _PREFIXES = " ".join(f'"${{!{letter}@}}"' for letter in "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 # In POSIX mode special builtins come before functions, so these words mean what they say whatever the session defined.
@@ -71,7 +71,7 @@ _BASH_SAVE = f"""\\unset -f builtin
 \\builtin printf 'directories\\0'; [[ ${{#DIRSTACK[@]}} -le 1 ]] || \\builtin printf '%q ' "${{DIRSTACK[@]:1}}"
 \\builtin printf '\\0'
 for __skyenv_name in {_PREFIXES}; do
-  case $__skyenv_name in {"|".join(_OWN_VARIABLES)}|__skyenv_*) ;; *)
+  case $__skyenv_name in {_OWN_VARIABLES}|__skyenv_*) ;; *)
     \\builtin printf 'v:%s\\0' "$__skyenv_name"; \\builtin declare -p -- "$__skyenv_name"; \\builtin printf '\\0';;
   esac
 done
@@ -93,14 +93,19 @@ exec >&9
 \\printf '\\0readonly\\0'; \\readonly -p; \\printf '\\0aliases\\0'; \\alias; \\printf '\\0variables\\0'; \\set
 \\printf '\\0'
 """
-_USED_WORDS = frozenset(
-    b"builtin declare printf unset export set shopt trap umask cd pushd alias enable : . [".split()
-)
+_USED_WORDS = frozenset(b"builtin declare printf unset export set shopt trap umask cd pushd alias enable : . [".split())
 _ARRIVE = """if [[ $PWD -ef . ]]; then
   __skyenv_old=${OLDPWD-}; \\builtin cd -- "$PWD"; OLDPWD=$__skyenv_old; \\builtin unset __skyenv_old
 fi
 """
-_SH_ARRIVE = "__skyenv_old=${OLDPWD-}; case $PWD in /*) cd -- \"$PWD\" ;; esac; OLDPWD=$__skyenv_old; unset __skyenv_old\n"
+# `command` is needed where the session has a function called cd.
+_SETTLE = (
+    '__skyenv_old=${{OLDPWD-}}; \\command cd -- "$PWD" 2>/dev/null || \\command cd -- {folder} || __status=1; '
+    "OLDPWD=$__skyenv_old; \\unset -v __skyenv_old; \\printf '\\0end\\0' >&9\n"
+)
+_SH_ARRIVE = (
+    '__skyenv_old=${OLDPWD-}; case $PWD in /*) cd -- "$PWD" ;; esac; OLDPWD=$__skyenv_old; unset __skyenv_old\n'
+)
 
 
 class Saved(NamedTuple):
@@ -126,11 +131,20 @@ def moving(shell: Shell) -> list[str]:
         spared.add(shell.running.pid)
     below = processes.descendants(os.getpid(), processes.scan()) - spared
     found += [f"process {pid}: {_command_line(pid)}" for pid in sorted(below)]
-    if shell.pid:
+    return found + _open_descriptors(shell.pid)
+
+
+def _open_descriptors(pid: int) -> list[str]:
+    """What a session's shell has open. A shell that has just answered may not have closed a copy of its own yet."""
+    found: list[str] = []
+    for _attempt in range(DESCRIPTOR_TRIES):
         with contextlib.suppress(OSError):
-            for name in sorted(os.listdir(f"/proc/{shell.pid}/fd"), key=int):
-                if int(name) not in KNOWN_DESCRIPTORS:
-                    found.append(f"descriptor {name}: {_link(f'/proc/{shell.pid}/fd/{name}')}")
+            names = set(map(int, os.listdir(f"/proc/{pid}/fd"))) if pid else set()
+            numbers = sorted(names - {0, 1, 2, STATUS_FD})
+            found = [f"descriptor {number}: {_link(f'/proc/{pid}/fd/{number}')}" for number in numbers]
+        if not found:
+            break
+        time.sleep(0.002)
     return found
 
 
@@ -151,6 +165,7 @@ def save(shell: Shell, private_root: bool) -> Saved:
     """Ask the shell for its state. `private_root`: memory file systems and devices are the sandbox's own."""
     alive = moving(shell)
     state: dict[str, Any] = {"cwd": os.fsencode(shell.cwd).decode("latin-1"), "code": shell.last_code}
+    state["environment"] = shell.environment
     lost = [] if os.path.isdir(shell.cwd) else [f"the working directory {shell.cwd}, which was removed"]
     bash = os.path.basename(shell.program) == "bash"
     parts = None if shell.running is not None else _ask(shell, bash)
@@ -210,7 +225,8 @@ def _bash_script(parts: dict[bytes, bytes], *, traps: bool) -> tuple[bytes, byte
     """
     variables = [value for key, value in parts.items() if key.startswith(b"v:")]
     absent = [name.encode() for name in _DEFAULT_VARIABLES if b"v:" + name.encode() not in parts]
-    shadows, functions = [], []
+    shadows: list[bytes] = []
+    functions: list[bytes] = []
     for key, value in parts.items():
         kind, _colon, name = key.partition(b":")
         if kind in (b"f", b"F") and value and key != b"F:builtin":
@@ -339,6 +355,7 @@ def restore(shell: Shell, state: bytes, overrides: dict[str, str]) -> None:
     shell.cwd = os.fsdecode(told["cwd"].encode("latin-1"))
     shell.last_code = told["code"]
     if "head" not in told:
+        shell.environment = told["environment"] | overrides
         return
     extra = b"".join(b"export %s=%s\n" % (name.encode(), _quoted(value)) for name, value in overrides.items())
     shell.exports = told["exports"].encode("latin-1") + extra
@@ -348,3 +365,31 @@ def restore(shell: Shell, state: bytes, overrides: dict[str, str]) -> None:
 
 def _quoted(value: str) -> bytes:
     return b"'" + os.fsencode(value).replace(b"'", b"'\\''") + b"'"
+
+
+def settle(shell: Shell) -> None:
+    """Let an idle shell go on where it is by name after the root was exchanged below it.
+
+    One that does not go there is replaced, with its exported variables.
+    """
+    if not shell.pid:
+        return
+    folder = _quoted(shell.cwd).decode(errors="surrogateescape")
+    line = _SETTLE.format(folder=folder).encode(errors="surrogateescape")
+    with contextlib.suppress(OSError):
+        _converse(shell, line)
+        if _place(f"/proc/{shell.pid}/cwd") == _place(shell.cwd):
+            return
+    shell.replace()
+
+
+def _place(path: str) -> tuple[int, int, bytes]:
+    """Which directory a path leads to, and in which mount."""
+    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
+            mount = next(line for line in file if line.startswith(b"mnt_id:"))
+        found = os.fstat(fd)
+        return found.st_dev, found.st_ino, mount
+    finally:
+        os.close(fd)
