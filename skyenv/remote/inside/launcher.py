@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from . import children, kernel, processes
+from . import children, join, kernel, processes
 from .cgroups import RECORD, Group, Hierarchy
 from .stacks import Snapshot, Stacks
 from .wire import Connection, Frame
@@ -35,12 +35,13 @@ Asker = tuple[Connection, int]
 class Held:
     """A sandbox: its lifeline, the record that its node keeps with it, and who waits for what."""
 
-    __slots__ = ("doomed", "ended", "freezing", "frozen", "lifeline", "pid", "record", "starting")
+    __slots__ = ("anchor", "doomed", "ended", "freezing", "frozen", "lifeline", "pid", "record", "starting")
 
     def __init__(self, lifeline: socket.socket, record: dict[str, Any]) -> None:
         self.lifeline = lifeline
         self.record = record
         self.pid = 0
+        self.anchor: int | None = None
         self.starting: tuple[int, Asker] | None = None
         self.doomed = self.frozen = False
         self.freezing: list[Asker] = []
@@ -150,7 +151,9 @@ class Launcher:
         lifeline.setblocking(False)
         held = Held(lifeline, header["record"])
         try:
-            request["lower"] = self.stacks.start(header["name"], header["snapshot"], header["lower"])
+            request["lower"] = self.stacks.start(header["name"], header.get("snapshot"), header.get("lower", []))
+            if "target" in request:
+                request["anchor"] = held.anchor = join.anchor_of(request)
             children.prepare_directories(request)
             held.pid = os.fork()
             if not held.pid:
@@ -159,6 +162,8 @@ class Launcher:
             os.close(reader)
             lifeline.close()
             self.stacks.release(header["name"])
+            if held.anchor is not None:
+                join.end(held.anchor)
             raise
         finally:
             theirs.close()
@@ -306,6 +311,8 @@ class Launcher:
         if held.freezing:
             self.poller.unregister(held.lifeline.fileno())
         held.lifeline.close()
+        if held.anchor is not None:
+            join.end(held.anchor)
         self.burials[name] = (Group.of(self.hierarchies, name), held.ended)
         self._remove_later(f"{self.state}/{name}")
         self.stacks.release(name)

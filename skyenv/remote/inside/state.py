@@ -323,7 +323,7 @@ def _pack_memory() -> tuple[dict[str, str], list[str]]:
     """The memory file systems that are not empty, as archives; what cannot be packed, in words."""
     packed, lost = {}, []
     for folder in MEMORY_FOLDERS:
-        if not _memory_names(folder):
+        if not _memory_names(folder) or os.stat(folder).st_dev == os.stat("/").st_dev:
             continue
         usage = os.statvfs(folder)
         if (usage.f_blocks - usage.f_bfree) * usage.f_frsize > MEMORY_BYTES:
