@@ -9,9 +9,10 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
-import skyenv
 from _measure import spread
 from _processes import TOKEN, available_bytes, processes_below, proportional_bytes, server
+
+import skyenv
 
 STARTS = 8
 WORK = "sleep 0.3; echo worked"
@@ -24,21 +25,26 @@ async def density(count: int, busy: float, probes: int, shuffle: random.Random) 
     launcher and their own processes, each shared page counted once (PSS), and beside it what the machine lost.
     """
     arguments = ("serve", "--port", "0", "--token", TOKEN, "--backend", "local", "--max-sandboxes", str(count + 8))
-    async with server(*arguments) as (url, pid), skyenv.connect(url, TOKEN) as client:
-        async with client.sandbox() as first:
-            await first.exec("true")
-        before, free = proportional_bytes(processes_below(pid)), available_bytes()
-        async with AsyncExitStack() as stack:
-            start = time.perf_counter()
-            boxes = await _open(client, stack, count)
-            created = time.perf_counter() - start
-            gc.collect()
-            weight = proportional_bytes(processes_below(pid)) - before
-            lost = free - available_bytes()
-            seconds = await _probe(boxes, max(1, int(busy * count)), probes, shuffle)
-            answered = await _count_answers(boxes)
-            start = time.perf_counter()
-        closed = time.perf_counter() - start
+    with server(*arguments) as (url, pid):
+        async with skyenv.connect(url, TOKEN) as client:
+            return await _fill(client, pid, count, busy, probes, shuffle)
+
+
+async def _fill(client: Any, pid: int, count: int, busy: float, probes: int, shuffle: random.Random) -> dict[str, Any]:
+    async with client.sandbox() as first:
+        await first.exec("true")
+    before, free = proportional_bytes(processes_below(pid)), available_bytes()
+    async with AsyncExitStack() as stack:
+        start = time.perf_counter()
+        boxes = await _open(client, stack, count)
+        created = time.perf_counter() - start
+        gc.collect()
+        weight = proportional_bytes(processes_below(pid)) - before
+        lost = free - available_bytes()
+        seconds = await _probe(boxes, max(1, int(busy * count)), probes, shuffle)
+        answered = await _count_answers(boxes)
+        start = time.perf_counter()
+    closed = time.perf_counter() - start
     return {
         "live_sandboxes": answered,
         "creates_per_second": count / created,

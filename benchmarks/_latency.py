@@ -16,6 +16,8 @@ import anyio
 from _measure import spread
 from _substrates import Execute, Substrate
 
+import skyenv
+
 Results = dict[str, Any]
 COMMAND = "echo alive"
 ROUNDS = 10
@@ -70,7 +72,7 @@ async def create_latency(substrates: Sequence[Substrate], times: int, shuffle: r
 
 PREPARE = (
     "mkdir -p repo && cd repo && for d in $(seq 40); do mkdir d$d; for f in $(seq 50); do "
-    "echo \"value = $f\" > d$d/f$f.py; done; done && git init -q . && git add -A && "
+    'echo "value = $f" > d$d/f$f.py; done; done && git init -q . && git add -A && '
     "git -c user.name=a -c user.email=a@b commit -qm base && head -c 5000000 /dev/urandom > big"
 )
 
@@ -87,9 +89,9 @@ async def fork_latency(client: Any, times: int) -> Results:
             result = await parent.exec(PREPARE)
             assert result.exit_code == 0, result.output
             prepared = time.perf_counter() - start
-            one += await timed(lambda: _forks(parent, 1), 5)  # noqa: B023
-            eight += await timed(lambda: _forks(parent, 8))  # noqa: B023
-            twenty += await timed(lambda: _forks(parent, 20))  # noqa: B023
+            one += await timed(lambda: _forks(parent, 1), 5)
+            eight += await timed(lambda: _forks(parent, 8))
+            twenty += await timed(lambda: _forks(parent, 20))
             group.append(prepared)
             ratio.append((prepared + eight[-1]) / prepared)
     creates = await timed(lambda: _creates(client, 8), 3)
@@ -159,7 +161,7 @@ async def burst(client: Any, count: int) -> Results:
             try:
                 box = await stack.enter_async_context(client.sandbox())
                 await box.exec("true")
-            except Exception as error:
+            except skyenv.SkyEnvError as error:
                 failed.append(repr(error))
             seconds.append(time.perf_counter() - start)
 

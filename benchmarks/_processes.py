@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-import anyio
-import anyio.to_thread
 
 TOKEN = "benchmark"
 CLI = (sys.executable, "-m", "skyenv.cli")
 
 
-@asynccontextmanager
-async def server(*arguments: str) -> AsyncIterator[tuple[str, int]]:
+@contextmanager
+def server(*arguments: str) -> Iterator[tuple[str, int]]:
     """A server of ours until the block ends: the URL that it printed, and its process id."""
     process = subprocess.Popen([*CLI, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        line = await anyio.to_thread.run_sync(process.stdout.readline)
+        line = process.stdout.readline()
         url = next((word for word in line.split() if word.startswith("http://")), "")
         if not url:
             raise RuntimeError(f"{' '.join(arguments)} ended with status {process.wait()}")
         yield url, process.pid
     finally:
         process.terminate()
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(process.wait)
+        process.wait()
         process.stdout.close()
 
 
-@asynccontextmanager
-async def node_server(*arguments: str) -> AsyncIterator[str]:
+@contextmanager
+def node_server(*arguments: str) -> Iterator[str]:
     """One node; its URL."""
-    async with server("serve", "--port", "0", "--token", TOKEN, *arguments) as (url, _pid):
+    with server("serve", "--port", "0", "--token", TOKEN, *arguments) as (url, _pid):
         yield url
 
 
@@ -77,30 +73,16 @@ def available_bytes() -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
 
 
-@asynccontextmanager
-async def gateway_with(nodes: int) -> AsyncIterator[str]:
+@contextmanager
+def gateway_with(nodes: int) -> Iterator[str]:
     """A gateway and so many nodes behind it; the gateway's URL."""
-    async with AsyncExitStack() as stack:
-        join = await stack.enter_async_context(_join_token())
-        url, _pid = await stack.enter_async_context(
-            server("gateway", "--port", "0", "--token", TOKEN, "--join-token-file", join)
-        )
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        join = Path(folder, "join")
+        join.write_text("join-benchmark\n")
+        joining = ("--port", "0", "--token", TOKEN, "--join-token-file", str(join))
+        url, _pid = stack.enter_context(server("gateway", *joining))
         for number in range(nodes):
-            await stack.enter_async_context(
-                server(
-                    "serve", "--port", "0", "--token", TOKEN, "--backend", "local",
-                    "--name", f"node-{number}", "--gateway", url, "--join-token-file", join,
-                )  # fmt: skip
-            )
+            named = ("--name", f"node-{number}", "--gateway", url)
+            stack.enter_context(server("serve", "--backend", "local", *joining, *named))
         yield url
-
-
-@asynccontextmanager
-async def _join_token() -> AsyncIterator[str]:
-    path = Path(f"/tmp/skyenv-bench-join-{os.getpid()}")
-    path.touch(0o600)
-    path.write_text("join-benchmark\n")
-    try:
-        yield str(path)
-    finally:
-        path.unlink()

@@ -12,14 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import anyio
 import anyio.to_thread
-from _processes import node_server
+from _processes import TOKEN, node_server
 
 import skyenv
 
@@ -29,7 +29,7 @@ SWEREX = "swe-rex==1.4.0"
 
 
 class CannotRun(Exception):
-    """This substrate cannot run on this machine; the text says why."""
+    """A substrate cannot run on this machine; the text says why."""
 
 
 class Substrate(Protocol):
@@ -40,6 +40,23 @@ class Substrate(Protocol):
     def opened(self) -> AbstractAsyncContextManager[None]: ...
 
     def episode(self) -> AbstractAsyncContextManager[Execute]: ...
+
+
+@contextmanager
+def _piped(*command: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """A process in a fresh directory, and its pipes; killed at the end."""
+    folder = tempfile.mkdtemp(prefix="skyenv-bench-")
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        yield process.stdin, process.stdout
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+        shutil.rmtree(folder)
 
 
 class BarePipe:
@@ -53,30 +70,18 @@ class BarePipe:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Execute]:
-        folder = tempfile.mkdtemp(prefix="skyenv-bench-")
-        command = ["bash", "--noprofile", "--norc"]
-        bash = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder)
-        assert bash.stdin is not None
-        assert bash.stdout is not None
-        source, sink = bash.stdin, bash.stdout
+        with _piped("bash", "--noprofile", "--norc") as (source, sink):
 
-        async def execute(command: str) -> None:
-            source.write(f"{command}\nprintf '\\n\\001%s\\n' $?\n".encode())
-            source.flush()
-            while not (line := sink.readline()).startswith(b"\1"):
-                if not line:
-                    raise RuntimeError("the shell ended")
-            if line != b"\x010\n":
-                raise RuntimeError(f"{command!r} ended with status {line!r}")
+            async def execute(command: str) -> None:
+                source.write(f"{command}\nprintf '\\n\\001%s\\n' $?\n".encode())
+                source.flush()
+                while not (line := sink.readline()).startswith(b"\1"):
+                    if not line:
+                        raise RuntimeError("the shell ended")
+                if line != b"\x010\n":
+                    raise RuntimeError(f"{command!r} ended with status {line!r}")
 
-        try:
             yield execute
-        finally:
-            bash.kill()
-            bash.wait()
-            source.close()
-            sink.close()
-            shutil.rmtree(folder)
 
 
 class FreshBash:
@@ -90,10 +95,10 @@ class FreshBash:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Execute]:
-        folder = tempfile.mkdtemp(prefix="skyenv-bench-")
+        folder, run = tempfile.mkdtemp(prefix="skyenv-bench-"), subprocess.run
 
         async def execute(command: str) -> None:
-            subprocess.run(["bash", "-c", command], check=True, capture_output=True, cwd=folder)  # noqa: ASYNC221
+            run(["bash", "-c", command], check=True, capture_output=True, cwd=folder)
 
         try:
             yield execute
@@ -107,7 +112,7 @@ class Ours:
     def __init__(
         self,
         name: str,
-        server: Callable[[], AbstractAsyncContextManager[str]],
+        server: Callable[[], AbstractContextManager[str]],
         image: str | None = None,
         **spec: Any,
     ) -> None:
@@ -119,8 +124,9 @@ class Ours:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        async with self._server() as url, skyenv.connect(url, "benchmark") as self.client:
-            yield
+        with self._server() as url:
+            async with skyenv.connect(url, TOKEN) as self.client:
+                yield
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Execute]:
@@ -161,29 +167,17 @@ class SweRex:
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Execute]:
-        folder = tempfile.mkdtemp(prefix="skyenv-bench-")
-        # Its process is started before the episode: what is measured is its own start, not Python's imports.
-        driver = subprocess.Popen(
-            [str(self._python), str(DRIVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder, text=True
-        )
-        assert driver.stdin is not None
-        assert driver.stdout is not None
-        source, sink = driver.stdin, driver.stdout
+        # The driver kills itself with its standard input; what it imports counts as its server's start.
+        with _piped(str(self._python), str(DRIVER)) as (source, sink):
 
-        async def execute(command: str) -> None:
-            source.write(json.dumps(command) + "\n")
-            source.flush()
-            line = await anyio.to_thread.run_sync(sink.readline)
-            if line.strip() != "0":
-                raise RuntimeError(f"SWE-ReX: {command!r} ended with {line!r}")
+            async def execute(command: str) -> None:
+                source.write(json.dumps(command).encode() + b"\n")
+                source.flush()
+                line = sink.readline()
+                if line.strip() != b"0":
+                    raise RuntimeError(f"SWE-ReX: {command!r} ended with {line!r}")
 
-        try:
             yield execute
-        finally:
-            source.close()
-            driver.wait(30)
-            sink.close()
-            shutil.rmtree(folder)
 
 
 class DockerExec:

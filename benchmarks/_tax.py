@@ -23,7 +23,7 @@ MILLION = 1_000_000
 SEED_NULL = "mkdir -p tax && cd tax && printf '%4096s' x > data && printf 'a = 1\\nvalue = 0\\nb = 2\\n' > file"
 READ = 'IFS= read -r -N 4096 x < data; printf %s "$x"'
 SEED_BUG = (
-    "mkdir -p bug && cd bug && for n in $(seq 30); do echo \"def f$n(x): return x + $n\" > m$n.py; done && "
+    'mkdir -p bug && cd bug && for n in $(seq 30); do echo "def f$n(x): return x + $n" > m$n.py; done && '
     "echo 'def total(values): return sum(values) - 1' > fixme.py && "
     "printf 'import unittest, fixme\\nclass T(unittest.TestCase):\\n    def test(self):\\n"
     "        self.assertEqual(fixme.total([1, 2]), 3)\\n' > test_fixme.py"
@@ -64,9 +64,7 @@ async def measure(
     substrates: Sequence[Substrate], kind: str, actions: int, episodes: int, budget: float, shuffle: random.Random
 ) -> dict[str, Any]:
     """Episodes in shuffled order, after a warm-up of each; a substrate that used `budget` seconds gets no more."""
-    seed, sequence = (
-        (SEED_NULL, null_actions(actions)) if kind == "null" else (SEED_BUG, bug_fix_actions(actions))
-    )
+    seed, sequence = (SEED_NULL, null_actions(actions)) if kind == "null" else (SEED_BUG, bug_fix_actions(actions))
     found: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in substrates}
     spent = dict.fromkeys(found, 0.0)
     for each in substrates:

@@ -1,14 +1,15 @@
 """What a sandbox costs, with other people's beside it in the same minutes: `--json` ends with one object.
 
-Parts (`--only` picks some): exec, create, fork, snapshot, burst, gateway, density, tax. Servers of ours are processes of
-their own, reached over HTTP on loopback. Beside them run a bare pipe to bash (the limit), a fresh bash for each command,
-SWE-ReX from PyPI (`--swerex DIR`, made by `--install-swerex`) and `docker exec` (needs DOCKER_HOST; `.ci/services`
-starts an engine). What cannot run here is null, with the reason beside it.
+Parts (`--only` picks some): exec, create, fork, snapshot, burst, gateway, density, tax. Servers of ours are processes
+of their own, reached over HTTP on loopback. Beside them run a bare pipe to bash (the limit), a fresh bash for each
+command, SWE-ReX from PyPI (`--swerex DIR`, made by `--install-swerex`) and `docker exec` (needs DOCKER_HOST;
+`.ci/services` starts an engine). What cannot run here is null, with the reason beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -20,14 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import skyenv
 from _density import density
 from _images import debian_in_docker
 from _latency import burst, create_latency, exec_latency, fork_latency, snapshot_latency, throughput
-from _measure import spread, table
+from _measure import table
 from _processes import TOKEN, gateway_with, node_server
 from _substrates import BarePipe, CannotRun, DockerExec, FreshBash, Ours, Substrate, SweRex, docker_reason, local
 from _tax import concurrent, measure
+
+import skyenv
 
 PARTS = ("exec", "create", "fork", "snapshot", "burst", "gateway", "density", "tax")
 HEADLINES = ("exec_vs_swerex", "create_vs_docker", "group_fork_vs_one", "live_sandboxes", "tax_hours_per_million")
@@ -99,7 +101,6 @@ class Bench:
         self.results |= await exec_latency(self.substrates, self.options.times, self.shuffle)
         self.ratio("exec_vs_swerex", "exec swerex ms", "exec local ms")
         self.ratio("exec_vs_docker", "exec docker_exec ms", "exec local ms")
-        self.ratio("exec_vs_bare_pipe", "exec bare_pipe ms", "exec local ms")
 
     async def create(self) -> None:
         """Creation and its first command; deletion."""
@@ -129,15 +130,22 @@ class Bench:
     async def gateway(self) -> None:
         """Commands through the gateway, one at a time and many, with 1, 2 and 4 nodes behind it."""
         for nodes in (1, 2, 4):
-            async with gateway_with(nodes) as url, skyenv.connect(url, TOKEN) as client:
-                self.results[f"gateway_execs_per_second_{nodes}"] = await throughput(client, 16, 4.0)
+            through = Ours("gateway", functools.partial(gateway_with, nodes))
+            async with through.opened():
+                self.results[f"gateway_execs_per_second_{nodes}"] = await throughput(through.client, 16, 4.0)
                 if nodes == 2:
-                    through = Ours("gateway", lambda url=url: _known(url))
-                    async with through.opened():
-                        self.results |= await exec_latency([through], self.options.times, self.shuffle)
-                        self.results |= await create_latency([through], self.options.creates, self.shuffle)
-        async with node_server("--backend", "local") as url, skyenv.connect(url, TOKEN) as client:
-            self.results["node_execs_per_second"] = await throughput(client, 16, 4.0)
+                    self.results |= await exec_latency([through], self.options.times, self.shuffle)
+                    self.results |= await create_latency([through], self.options.creates, self.shuffle)
+                    await self.tax_through(through)
+        with node_server("--backend", "local") as url:
+            async with skyenv.connect(url, TOKEN) as client:
+                self.results["node_execs_per_second"] = await throughput(client, 16, 4.0)
+
+    async def tax_through(self, gateway: Ours) -> None:
+        """The null trajectory through the gateway."""
+        options = self.options
+        rows = await measure([gateway], "null", options.actions, options.creates, options.budget, self.shuffle)
+        self.results["tax_gateway_hours_per_million"] = rows["gateway"]["hours_per_million"]
 
     async def density(self) -> None:
         """As many as were asked for."""
@@ -153,7 +161,10 @@ class Bench:
             bare = rows["bare_pipe"]["T ms"]["p50"]
             for name, row in rows.items():
                 self.results[f"tax {kind} {name} ms"] = row.pop("T ms")
-                self.results[f"tax {kind} {name}"] = {**row, "T/T_bare": self.results[f"tax {kind} {name} ms"]["p50"] / bare}
+                self.results[f"tax {kind} {name}"] = {
+                    **row,
+                    "T/T_bare": self.results[f"tax {kind} {name} ms"]["p50"] / bare,
+                }
             if kind == "null":
                 self.results["tax_hours_per_million"] = rows["local"]["hours_per_million"]
         for each in self.chosen("local", "docker_exec"):
