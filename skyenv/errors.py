@@ -28,14 +28,21 @@ class SkyEnvError(Exception):
 
 
 class SandboxError(SkyEnvError):
-    """Sandbox infrastructure failed; the trajectory is masked and may be retried with a fresh sandbox."""
+    """Sandbox infrastructure failed; the trajectory is masked and may be retried with a fresh sandbox.
+
+    `reason` is one of `skyenv.remote.protocol.Reason` where the server gave one.
+    """
+
+    def __init__(self, message: str = "", *, reason: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class SandboxUnavailable(SandboxError):
-    """No sandbox can be had now. `retry_after` says in how many seconds to try again (None: unknown)."""
+    """No sandbox can be had now. `retry_after` says in how many seconds to try again (None: it would not help)."""
 
-    def __init__(self, message: str, retry_after: float | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, retry_after: float | None = None, *, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
         self.retry_after = retry_after
 
 

@@ -22,7 +22,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    from skyenv.remote.node import ServeOptions, serve
+    from skyenv.remote.listen import Listening
+    from skyenv.remote.serve import ServeOptions, serve
 
     token = arguments.token
     if arguments.token_file:
@@ -30,6 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
             token = arguments.token_file.read_text().strip()
         except OSError as error:
             raise ConfigError(f"--token-file {arguments.token_file}: {error.strerror}") from error
-    options = ServeOptions(host=arguments.host, port=arguments.port, token=token, backend=arguments.backend)
+    options = ServeOptions(Listening(arguments.host, arguments.port), token=token, backend=arguments.backend)
     serve(options, on_ready=lambda url: print_line(f"serving sandboxes at {url} (backend {arguments.backend})"))
     return 0

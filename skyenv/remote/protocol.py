@@ -1,9 +1,14 @@
-"""The wire between a client and a node server: what may be asked, and the closed set of errors.
+"""The wire between client, gateway and node server: what may be asked, and the closed set of errors.
 
 Bodies are raw bytes (commands, file contents, archives, output), parameters travel in the query string and results in
 the `skyenv-meta` header as JSON, so that nothing large is ever parsed. Every request that changes something carries an
 `Idempotency-Key`; asking again with the same key attaches to the first request and never runs it twice. A request
-that takes longer than `wait` seconds answers 202 and is followed under `/calls/{key}`.
+that takes longer than `wait` seconds answers 202 with its state and is followed under `/calls/{key}`.
+
+Old and new versions work together: headers, query parameters, meta fields, states, codes and reasons that the other
+side does not know are ignored, and what it left out has a default. A field of a request's body is refused by a server
+that does not know it (422, named), because it is a promise that the server could not keep; clients therefore send only
+fields that were set. `skyenv-version` is `MAJOR.MINOR`; a server refuses another major.
 """
 
 from __future__ import annotations
@@ -12,10 +17,10 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from urllib.parse import parse_qsl, quote_from_bytes
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyenv.errors import (
     ConfigError,
@@ -29,9 +34,16 @@ from skyenv.errors import (
     SkyEnvError,
 )
 
+VERSION = "1.1"
 META = "skyenv-meta"
 KEY = "idempotency-key"
+ACK = "skyenv-ack"  # the key of the last finished call whose answer arrived; the server may forget it
+ATTEMPT = "skyenv-attempt"  # on a creation: how often it was sent, this time included
+SECRET = "skyenv-sandbox-token"  # chosen by the client at creation, sent with each later request
+VERSION_HEADER = "skyenv-version"
 MAX_WAIT = 25.0
+MAX_COMMAND = 64 << 20
+MAX_JSON = 8 << 20
 GiB = 1 << 30
 MAX_VARIABLE = 131_000
 MAX_ENVIRONMENT = 1_500_000
@@ -40,6 +52,42 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 Model = TypeVar("Model", bound=BaseModel)
 
 ErrorCode = Literal["unavailable", "lost", "protocol", "path", "conflict", "busy", "config", "unauthorized", "internal"]
+
+State = Literal["queued", "pulling", "starting", "running"]
+"""How far a call is that was answered with 202; meta `state`."""
+
+Reason = Literal[
+    # unavailable, 429: come back when somebody else is done
+    "full",
+    "queue_full",
+    "queue_timeout",
+    # unavailable, 503 and 507
+    "draining",
+    "closing",
+    "pulling",
+    "registry",
+    "launcher",
+    "disk_full",
+    "no_nodes",
+    "node_unknown",
+    "node_unreachable",
+    "proxy",
+    # lost, 410
+    "node_lost",
+    "lease",
+    "deleted",
+    "ended",
+    # unauthorized, protocol
+    "token",
+    "sandbox_token",
+    "too_large",
+    "version",
+    "name_taken",
+]
+"""Why, for programs; the message is for people."""
+
+_NAME = re.compile(r"[0-9a-f]{32}")
+_NODE_NAME = re.compile(r"[a-z0-9-]{1,63}")
 
 
 class Spec(BaseModel):
@@ -90,6 +138,25 @@ class PollParameters(BaseModel):
     soft_timeout: Annotated[float, Field(gt=0)] | None = None
 
 
+class NodeReport(BaseModel):
+    """The body of `POST /nodes/{name}`: a node's heartbeat to a gateway.
+
+    `instance` changes with every start of the node server; `images` start without a pull.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    url: str
+    instance: str
+    slots: Annotated[int, Field(ge=0)]
+    used: Annotated[int, Field(ge=0)] = 0
+    queued: Annotated[int, Field(ge=0)] = 0
+    images: list[str] = []
+    pulling: list[str] = []
+    draining: bool = False
+    version: str = "1.0"
+
+
 class WireError(BaseModel):
     """The body of every answer that is not a success."""
 
@@ -97,6 +164,22 @@ class WireError(BaseModel):
     message: str
     retry_after: float | None = None
     errno: int | None = None
+    reason: Reason | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_a_newer_server(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            if value.get("code") not in STATUS:
+                value = {**value, "code": "internal" if value.get("retry_after") is None else "unavailable"}
+            if value.get("reason") not in get_args(Reason):
+                value = {**value, "reason": None}
+        return value
+
+    @property
+    def status(self) -> int:
+        """The HTTP status that goes with it."""
+        return REASON_STATUS.get(self.reason or "", STATUS[self.code])
 
 
 STATUS: Mapping[ErrorCode, int] = {
@@ -111,6 +194,18 @@ STATUS: Mapping[ErrorCode, int] = {
     "internal": 500,
 }
 
+REASON_STATUS: Mapping[str, int] = {
+    "full": 429,
+    "queue_full": 429,
+    "queue_timeout": 429,
+    "disk_full": 507,
+    "too_large": 413,
+    "sandbox_token": 403,
+    "name_taken": 409,
+}
+
+BUSY_PROXY = (429, 502, 503, 504)
+
 # The most specific type comes first.
 _CODES: tuple[tuple[type[SkyEnvError], ErrorCode], ...] = (
     (SandboxConflict, "conflict"),
@@ -123,12 +218,9 @@ _CODES: tuple[tuple[type[SkyEnvError], ErrorCode], ...] = (
     (SkyEnvError, "internal"),
 )
 
-_TYPES: Mapping[ErrorCode, type[SkyEnvError]] = {
+_SANDBOX_TYPES: Mapping[ErrorCode, type[SandboxError]] = {
     "lost": SandboxLost,
     "protocol": SandboxProtocolError,
-    "busy": EnvError,
-    "config": ConfigError,
-    "unauthorized": ConfigError,
     "internal": SandboxError,
 }
 
@@ -142,21 +234,57 @@ def encode_error(error: SkyEnvError) -> WireError:
         message=message.encode("utf-8", "backslashreplace").decode(),
         retry_after=error.retry_after if isinstance(error, SandboxUnavailable) else None,
         errno=error.errno if isinstance(error, SandboxPathError) else None,
+        reason=cast("Reason | None", error.reason) if isinstance(error, SandboxError) else None,
     )
 
 
-def decode_error(body: bytes) -> SkyEnvError:
-    """What an error's body means; `SandboxProtocolError` when it is none of ours."""
+def decode_error(body: bytes, status: int = 500) -> SkyEnvError:
+    """What an error's body means. One that is none of ours comes from a proxy on the way, which may be busy."""
     try:
         wire = WireError.model_validate_json(body)
     except ValidationError:
-        return SandboxProtocolError(f"the node answered with something else than an error: {body[:200]!r}")
+        message = f"status {status} with something else than an error of ours: {body[:200]!r}"
+        if status in BUSY_PROXY:
+            return SandboxUnavailable(message, 1.0, reason="proxy")
+        return SandboxProtocolError(message)
     if wire.code == "unavailable":
-        return SandboxUnavailable(wire.message, wire.retry_after)
+        return SandboxUnavailable(wire.message, wire.retry_after, reason=wire.reason)
     if wire.code in ("path", "conflict"):
         kind = SandboxConflict if wire.code == "conflict" else SandboxPathError
         return kind(wire.errno, wire.message)
-    return _TYPES[wire.code](wire.message)
+    if wire.code in _SANDBOX_TYPES:
+        return _SANDBOX_TYPES[wire.code](wire.message, reason=wire.reason)
+    return EnvError(wire.message) if wire.code == "busy" else ConfigError(wire.message)
+
+
+def check_name(name: str) -> str:
+    """A sandbox's name as its client chose it. ConfigError when it is none."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError("a sandbox's name is 32 hexadecimal digits")
+    return name
+
+
+def check_node_name(name: str) -> str:
+    """A node's name. ConfigError when it is none."""
+    if not _NODE_NAME.fullmatch(name):
+        raise ConfigError(f"node name {name!r}: 1 to 63 lower-case letters, digits and '-' are wanted")
+    return name
+
+
+def speaks(version: str) -> bool:
+    """Whether a server of this version understands a client of that one; the same major is enough."""
+    return version.partition(".")[0] == VERSION.partition(".")[0]
+
+
+def join_id(name: str, node: str) -> str:
+    """The id of a sandbox or snapshot behind a gateway; it says on which node it is."""
+    return f"{name}.{node}"
+
+
+def split_id(identifier: str) -> tuple[str, str]:
+    """The name on the node and the node; the node is empty in a plain name."""
+    name, _dot, node = identifier.rpartition(".")
+    return (name, node) if name else (node, "")
 
 
 def nearest_key(key: str, known: Mapping[str, Any]) -> str:

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 
 SERVE = """
 import sys
-from skyenv.remote.node import ServeOptions, serve
-serve(ServeOptions(port=0, token="secret", backend=sys.argv[1]), on_ready=lambda url: print(url, flush=True))
+from skyenv.remote.listen import Listening
+from skyenv.remote.serve import ServeOptions, serve
+options = ServeOptions(Listening(port=0), token="secret", backend=sys.argv[1])
+serve(options, on_ready=lambda url: print(url, flush=True))
 """
 # The launcher gives up root for the user nobody, so everything after that happens as on a machine without sudo.
 SERVE_ROOTLESS = """

@@ -258,7 +258,7 @@ def _parse_environment(value: object, where: str) -> Environment:
 
 
 def _parse_files(value: object, where: str) -> SourceFiles:
-    """Read a source whose `pypi` and `git` kinds take a further key `paths`."""
+    """Read a source whose `pypi`, `git` and `edited` kinds take a further key `paths`."""
     if isinstance(value, Mapping) and len(value) == 1:
         kind, detail = next(iter(value.items()))
         if isinstance(detail, Mapping) and kind != "files" and "paths" in detail:
