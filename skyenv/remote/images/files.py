@@ -118,7 +118,9 @@ class ArchiveSource:
                 entries if len(entries) == 1 and "@" in wanted else []
             )
         if len(entries) != 1:
-            raise ConfigError(f"image {self._what}: {len(entries)} images of that name are in the archive; one is wanted")
+            raise ConfigError(
+                f"image {self._what}: {len(entries)} images of that name are in the archive; one is wanted"
+            )
         return entries[0]
 
     async def config(self) -> bytes:

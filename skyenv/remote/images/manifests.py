@@ -26,7 +26,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def architecture() -> str:
-    """This machine's architecture as images name it."""
+    """The architecture of this machine, as images name it."""
     machine = platform.machine()
     return MACHINES.get(machine, machine)
 
@@ -79,7 +79,7 @@ def load(data: bytes, what: str) -> dict[str, Any]:
 
 def descriptor(value: object, what: str) -> Descriptor:
     """A reference to a blob. ConfigError when it is malformed."""
-    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    fields = _object(value)
     digest, size = fields.get("digest"), fields.get("size")
     if not (isinstance(digest, str) and _DIGEST.fullmatch(digest) and isinstance(size, int) and size >= 0):
         raise ConfigError(f"image {what}: a blob without a sha256 digest and a size is named in its manifest")
@@ -96,8 +96,8 @@ def choose(found: Mapping[str, Any], what: str) -> Descriptor:
     wanted, offered = architecture(), []
     entries = found.get("manifests")
     for entry in entries if isinstance(entries, list) else ():
-        fields = entry if isinstance(entry, dict) else {}
-        where = fields.get("platform") if isinstance(fields.get("platform"), dict) else {}
+        fields = _object(entry)
+        where = _object(fields.get("platform"))
         system, machine = where.get("os", "linux"), where.get("architecture", wanted)
         if system == "linux" and machine == wanted:
             return descriptor(fields, what)
@@ -123,17 +123,21 @@ def parse_config(data: bytes, what: str) -> ImageConfig:
     machine, system = found.get("architecture", architecture()), found.get("os", "linux")
     if (system, machine) != ("linux", architecture()):
         raise ConfigError(f"image {what}: it is for {system}/{machine}, this machine is linux/{architecture()}")
-    fields = found.get("config") if isinstance(found.get("config"), dict) else {}
-    rootfs = found.get("rootfs") if isinstance(found.get("rootfs"), dict) else {}
+    fields, rootfs = _object(found.get("config")), _object(found.get("rootfs"))
+    pairs = (each.partition("=") for each in _texts(fields.get("Env")) if "\0" not in each)
     return ImageConfig(
         architecture=machine,
         diff_ids=tuple(each for each in _texts(rootfs.get("diff_ids")) if _DIGEST.fullmatch(each)),
-        env=dict(each.split("=", 1) for each in _texts(fields.get("Env")) if "=" in each and "\0" not in each),
+        env={name: value for name, equals, value in pairs if equals},
         workdir=str(fields.get("WorkingDir") or ""),
         user=str(fields.get("User") or ""),
         entrypoint=_texts(fields.get("Entrypoint")),
         command=_texts(fields.get("Cmd")),
     )
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _texts(value: object) -> tuple[str, ...]:

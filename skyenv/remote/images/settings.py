@@ -17,6 +17,11 @@ def default_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyenv" / "images"
 
 
+def default_paths() -> tuple[Path, ...]:
+    """SKYENV_LOCAL_IMAGES: directories, separated by colons."""
+    return tuple(Path(each) for each in os.environ.get("SKYENV_LOCAL_IMAGES", "").split(":") if each)
+
+
 def default_workers() -> int:
     """Unpacking is bound by the processor: half of them."""
     return max(1, (os.cpu_count() or 2) // 2)
@@ -28,10 +33,13 @@ class ImageSettings:
 
     `mirrors` maps a registry's host to URLs that are asked before it. `insecure` names hosts that are spoken to
     without TLS; loopback ones always are. `docker_config` holds the credentials (config.json as docker writes it).
-    Unused images go once `collect_at` of the disk is in use; at `full_at` no new sandbox is started.
+    Images that lie in files may be named by clients only if they lie below one of `paths`: a client could read any
+    directory of this machine otherwise. Unused images go once `collect_at` of the disk is in use; at `full_at` no new
+    sandbox is started.
     """
 
     root: Path = field(default_factory=default_root)
+    paths: tuple[Path, ...] = field(default_factory=default_paths)
     mirrors: dict[str, tuple[str, ...]] = field(default_factory=dict)
     insecure: tuple[str, ...] = ()
     docker_config: Path | None = None

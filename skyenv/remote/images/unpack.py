@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gzip
-import hashlib
-import io
 import json
 import os
 import resource
@@ -25,9 +23,11 @@ import tarfile
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 
-CHUNK = 1 << 20
+from .streams import CHUNK, Hashed, Refused, Section, decompressed
+
 LINKS = 40
 MEMORY = 1 << 30
 USERS = 65536
@@ -39,107 +39,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 ODD = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EINVAL)
 WHITEOUT, OPAQUE, RESERVED = ".wh.", ".wh..wh..opq", ".wh..wh."
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class Refused(Exception):
-    """The blob is not what it claims to be. `kind` is corrupt, hostile, missing or full."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-
-
-class Hashed(io.RawIOBase):
-    """A stream that knows the digest of all that was read from it."""
-
-    def __init__(self, inner: IO[bytes]) -> None:
-        self._inner = inner
-        self._digest = hashlib.sha256()
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """Like any stream's."""
-        data = self._inner.read(size)
-        self._digest.update(data)
-        return data
-
-    def finish(self) -> str:
-        """Read the rest and return the digest of everything."""
-        while self.read(CHUNK):
-            pass
-        return f"sha256:{self._digest.hexdigest()}"
-
-
-class Section(io.RawIOBase):
-    """The part of a file from `offset` on, `size` bytes long."""
-
-    def __init__(self, file: IO[bytes], offset: int, size: int) -> None:
-        file.seek(offset)
-        self._file, self._left = file, size
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """Like any stream's."""
-        data = self._file.read(self._left if size < 0 else min(size, self._left))
-        self._left -= len(data)
-        return data
-
-
-def decompressed(raw: IO[bytes]) -> IO[bytes]:
-    """The content of a blob, whatever it is compressed with; the first bytes tell."""
-    head = raw.read(4)
-    rest: IO[bytes] = io.BufferedReader(_Prefixed(head, raw), CHUNK)  # type: ignore[arg-type]
-    if head[:2] == b"\x1f\x8b":
-        return gzip.GzipFile(fileobj=rest)
-    if head == b"\x28\xb5\x2f\xfd":
-        try:
-            import zstandard
-        except ImportError:
-            raise Refused("missing", "the layer is compressed with zstd: install skyenv[oci]") from None
-        reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(rest, read_across_frames=True)
-        return _Translated(reader, zstandard.ZstdError)  # type: ignore[return-value]
-    return rest
-
-
-class _Translated(io.RawIOBase):
-    """A stream whose own kind of error becomes ours."""
-
-    def __init__(self, inner: IO[bytes], error: type[Exception]) -> None:
-        self._inner, self._error = inner, error
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        """Like any stream's."""
-        try:
-            return self._inner.read(size)
-        except self._error as error:
-            raise Refused("corrupt", f"the layer cannot be decompressed: {error}") from error
-
-
-class _Prefixed(io.RawIOBase):
-    """`head`, then everything else."""
-
-    def __init__(self, head: bytes, rest: IO[bytes]) -> None:
-        self._head, self._rest = head, rest
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Like any stream's."""
-        data, self._head = (self._head, b"") if self._head else (self._rest.read(len(buffer)), b"")
-        buffer[: len(data)] = data
-        return len(data)
 
 
 class Layer:
@@ -257,7 +156,7 @@ class Layer:
                     view = view[os.write(fd, view) :]
             if self.base_uid is not None:
                 os.chown(fd, *self._owner(member))
-            os.chmod(fd, member.mode & 0o7777)
+            os.fchmod(fd, member.mode & 0o7777)
             self._attributes(fd, member)
             os.utime(fd, ns=_times(member))
         finally:
@@ -335,7 +234,7 @@ class Layer:
                     continue
                 fd = os.open(parts[-1], DIRECTORY, dir_fd=parent) if parts else os.dup(self.root)
                 try:
-                    os.chmod(fd, member.mode & 0o7777)
+                    os.fchmod(fd, member.mode & 0o7777)
                     self._attributes(fd, member)
                     os.utime(fd, ns=_times(member))
                 finally:
@@ -364,7 +263,7 @@ def _times(member: tarfile.TarInfo) -> tuple[int, int]:
 
 def unpack(config: dict[str, Any]) -> dict[str, Any]:
     """Do what the configuration says. Refused, or OSError when this machine cannot."""
-    with open(config["blob"], "rb") as file:
+    with Path(config["blob"]).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         section: Any = Section(file, config.get("offset", 0), config.get("size", size))
         stream = Hashed(decompressed(section))
@@ -372,7 +271,7 @@ def unpack(config: dict[str, Any]) -> dict[str, Any]:
         with tarfile.open(fileobj=stream, mode="r|", bufsize=CHUNK) as tar:
             for member in tar:
                 layer.add(member, tar)
-                tar.members = []  # a stream of a million files is not remembered
+                tar.members = []  # type: ignore[attr-defined]  # a stream of a million files is not remembered
         layer.finish()
         found = stream.finish()
     if config["diff_id"] is not None and found != config["diff_id"]:
@@ -383,12 +282,11 @@ def unpack(config: dict[str, Any]) -> dict[str, Any]:
 def pack(config: dict[str, Any]) -> dict[str, Any]:
     """Write a directory as a tar file, in a stable order and without what is mounted in it."""
     top = config["source"]
-    device = os.lstat(top).st_dev
+    device = Path(top).lstat().st_dev
 
     def keep(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         member.uname = member.gname = ""
-        path = os.path.join(top, member.name)
-        return member if os.lstat(path).st_dev == device else None
+        return member if Path(top, member.name).lstat().st_dev == device else None
 
     with tarfile.open(config["blob"], "w", format=tarfile.PAX_FORMAT) as tar:
         tar.add(top, ".", filter=keep)

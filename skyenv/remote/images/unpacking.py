@@ -26,7 +26,7 @@ class Unpacker:
     async def unpack(self, blob: Blob, target: Path, diff_id: str | None, what: str) -> dict[str, Any]:
         """Make a layer in the empty directory `target`. Returns its size and digest.
 
-        ConfigError for a layer that cannot be meant well, SandboxUnavailable for a damaged one or a full disk.
+        ConfigError for a layer that is damaged or cannot be meant well, SandboxUnavailable for a full disk.
         """
         place = {"blob": str(blob.path), "offset": blob.offset, "size": blob.size}
         return await self._run({**place, "target": str(target), "diff_id": diff_id}, what)
@@ -60,9 +60,7 @@ def _error(answer: dict[str, Any], what: str) -> Exception:
     text = f"image {what}: {answer['error']}"
     match answer["kind"]:
         case "full":
-            return SandboxUnavailable(text, retry_after=60.0)
-        case "corrupt":
-            return SandboxUnavailable(text, retry_after=5.0)
+            return SandboxUnavailable(text, retry_after=60.0, reason="disk_full")
         case "machine":
             return SandboxError(text)
     return ConfigError(text)
