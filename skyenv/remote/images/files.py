@@ -12,7 +12,7 @@ from typing import Any
 import anyio.to_thread
 
 from skyenv.errors import ConfigError
-from skyenv.remote.images import manifests
+from skyenv.remote.images import manifests, references
 from skyenv.remote.images.manifests import Descriptor, Manifest
 from skyenv.remote.images.references import Reference
 from skyenv.remote.images.sources import Blob, Progress
@@ -112,11 +112,9 @@ class ArchiveSource:
 
     def _entry(self, found: object) -> Mapping[str, Any]:
         entries = [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-        if self._name is not None:
-            wanted = self._name if ":" in self._name.rpartition("/")[2] else f"{self._name}:latest"
-            entries = [entry for entry in entries if wanted in (entry.get("RepoTags") or ())] or (
-                entries if len(entries) == 1 and "@" in wanted else []
-            )
+        if self._name is not None and "@" not in self._name:
+            wanted = references.parse(self._name)
+            entries = [entry for entry in entries if wanted in map(references.parse, entry.get("RepoTags") or ())]
         if len(entries) != 1:
             raise ConfigError(
                 f"image {self._what}: {len(entries)} images of that name are in the archive; one is wanted"

@@ -59,13 +59,13 @@ def parse(text: str) -> Reference:
 
 def _in_a_path(text: str, transport: Transport, rest: str) -> Reference:
     path, tag = rest, None
-    if transport != "dir":
-        head, separator, tail = rest.rpartition(":")
-        if separator and "/" not in tail:
-            path, tag = head, tail
-        elif separator and transport == "docker-archive" and ".tar:" in rest:
-            path, _separator, tag = rest.partition(".tar:")
-            path += ".tar"
+    if transport == "docker-archive":
+        path, separator, name = rest.partition(":")
+        tag = name if separator else None
+    elif transport == "oci":
+        head, separator, name = rest.rpartition(":")
+        if separator and "/" not in name:
+            path, tag = head, name
     if not path.startswith("/"):
         raise ConfigError(f"image {text!r}: the path must be absolute, as in {transport}:/path")
     if tag == "":

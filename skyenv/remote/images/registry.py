@@ -137,11 +137,13 @@ class RegistrySource:
             async with self._get(endpoint, f"blobs/{download.wanted.digest}", headers) as response:
                 if response.status_code != 206 or not _starts_at(response, start):
                     await download.restart()
-                async for data in response.aiter_raw(CHUNK):
+                async for data in response.aiter_raw():
                     await download.add(data)
         except _Again as error:
+            await download.flush()
             error.moved = download.size > start
             raise
+        await download.flush()
         await download.check()
 
     @asynccontextmanager
@@ -229,37 +231,47 @@ class _Download:
         self._target, self._progress = target, progress
         self._file: IO[bytes] | None = None
         self._digest = hashlib.sha256()
+        self._buffer = bytearray()
 
     async def restart(self) -> None:
         """From the beginning."""
         self.close()
-        self._progress(-self.size)
+        self._forget()
         self._file = await anyio.to_thread.run_sync(self._target.open, "wb")
-        self._digest, self.size = hashlib.sha256(), 0
+        self._digest = hashlib.sha256()
 
     async def add(self, data: bytes) -> None:
         """Take what arrived. _Again when it is more than there should be."""
         if self.size + len(data) > self.wanted.size:
-            self.close()
-            self._progress(-self.size)
-            self.size = 0
+            self._forget()
             raise _Again(f"blob {self.wanted.digest} is longer than {self.wanted.size} bytes")
-        await anyio.to_thread.run_sync(self._write, data)
+        self._buffer += data
         self.size += len(data)
         self._progress(len(data))
+        if len(self._buffer) >= CHUNK:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what arrived."""
+        data, self._buffer = bytes(self._buffer), bytearray()
+        await anyio.to_thread.run_sync(self._write, data)
 
     def _write(self, data: bytes) -> None:
         self._digest.update(data)
         if self._file is not None:
             self._file.write(data)
 
+    def _forget(self) -> None:
+        """Nothing of it can be used."""
+        self._progress(-self.size)
+        self.size, self._buffer = 0, bytearray()
+
     async def check(self) -> None:
         """All of it is there and is what was asked for; else _Again."""
         if self.size < self.wanted.size:
             raise _Again(f"blob {self.wanted.digest} ended after {self.size} of {self.wanted.size} bytes")
         if f"sha256:{self._digest.hexdigest()}" != self.wanted.digest:
-            self._progress(-self.size)
-            self.size = 0
+            self._forget()
             raise _Again(f"blob {self.wanted.digest} arrived damaged")
         self.close()
 
