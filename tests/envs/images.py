@@ -48,7 +48,7 @@ async def image_shelf(provider: SandboxProvider, images: Mapping[str, str]) -> A
                 result = await box.exec(commands, timeout=120.0)
                 assert result.exit_code == 0, result.output
                 await box.kill_processes()
-                built[name] = await box.snapshot()
+                built[name] = await box.snapshot(shell=False)
         yield ImageShelf(provider, built)
     finally:
         for snapshot in built.values():

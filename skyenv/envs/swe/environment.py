@@ -201,7 +201,7 @@ class Environments:
                 await _run(box, f"rm -rf -- {' '.join(map(shlex.quote, task.hidden))}", "hidden")
             await box.kill_processes()
             _log.info("prepared an environment with %d packages", len(environment.packages))
-            return _Prepared(await box.snapshot(), path, trees)
+            return _Prepared(await box.snapshot(shell=False), path, trees)
 
     async def _wheels(self, environment: Environment) -> list[Path]:
         if not environment.packages:
