@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from skyenv.errors import ConfigError
@@ -106,14 +107,17 @@ class Backend(Protocol):
         ...
 
 
-def get(name: str) -> Backend:
-    """A backend by name. ConfigError naming the choices."""
+def get(name: str, *, state: Path | None = None) -> Backend:
+    """A backend by name. ConfigError naming the choices.
+
+    With `state`, a directory, sandboxes outlive a node server that was killed, for the next one that has the same.
+    """
     if name == "local":
         from skyenv.remote.backends.local import LocalBackend
 
-        return LocalBackend()
+        return LocalBackend(home=state)
     if name == "process":
         from skyenv.remote.backends.process import ProcessBackend
 
-        return ProcessBackend()
+        return ProcessBackend(state)
     raise ConfigError(f"backend {name!r} is unknown; choose 'local' (isolated) or 'process' (isolates nothing)")

@@ -62,12 +62,17 @@ def spec_config(spec: Spec) -> dict[str, Any]:
 
 
 class LocalBackend(launching.LauncherBackend):
-    """See the module. `run_as` makes the launcher give up root for this user id first (rootless mode)."""
+    """See the module.
+
+    `run_as` makes the launcher give up root for this user id first (rootless mode). With `home`, sandboxes outlive a
+    node server that was killed, for the next one that has the same.
+    """
 
     name = "local"
 
-    def __init__(self, run_as: int | None = None) -> None:
+    def __init__(self, run_as: int | None = None, home: Path | None = None) -> None:
         self._run_as = run_as
+        self._home = home
         self._probe: Probe | None = None
         self._state = Path()
         self._binds: list[str] = []
@@ -79,17 +84,33 @@ class LocalBackend(launching.LauncherBackend):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Probe the machine and run a launcher. ConfigError with reasons when sandboxes cannot be isolated here."""
-        found = await anyio.to_thread.run_sync(probe, self._run_as)
+        async with launching.launch(self.name, self._prepare, self._home) as launcher:
+            config = launcher.config
+            self._launcher, self._state, self._binds = launcher, Path(config["state"]), config["binds"]
+            self._probe = Probe.restore(config["probe"])
+            await self._recall(launcher.kept)
+            yield
+
+    async def _prepare(self) -> dict[str, Any]:
+        found = await anyio.to_thread.run_sync(probe, self._run_as, self._home)
         if found.mode is None:
             raise ConfigError("this machine cannot isolate sandboxes:\n  " + "\n  ".join(found.reasons))
         owner = BASE_UID if found.mode == "root" else self._run_as
-        self._probe, self._binds = found, skeleton.system_binds(owner, mounted_by_root=found.mode == "root")
-        self._state = await anyio.to_thread.run_sync(launching.make_state, found.base, self._run_as)
-        await anyio.to_thread.run_sync(skeleton.build, self._state / "skeleton", self._binds, owner)
-        config = shared_config(self._state, found.mode, found.overlay, self._binds, self._run_as)
-        config["cgroups"] = [list(entry) for entry in found.cgroups]
-        async with launching.launch(config) as self._launcher:
-            yield
+        binds = skeleton.system_binds(owner, mounted_by_root=found.mode == "root")
+        state = await anyio.to_thread.run_sync(launching.make_state, found.base, self._run_as)
+        await anyio.to_thread.run_sync(skeleton.build, state / "skeleton", binds, owner)
+        config = shared_config(state, found.mode, found.overlay, binds, self._run_as)
+        return {**config, "cgroups": [list(entry) for entry in found.cgroups], "probe": found.save()}
+
+    async def _recall(self, kept: dict[str, Any]) -> None:
+        """Know again which layers are whose, and remove those that were not finished."""
+        for holder, (stack, shell) in kept.items():
+            self._hold(holder, tuple(stack))
+            self._shells[holder] = shell.encode("latin-1")
+        layers = self._state / "layers"
+        for layer in sorted(layers.iterdir()) if layers.is_dir() else ():
+            if layer.name not in self._holders:
+                await self._remove(layer.name)
 
     def environment(self, sandbox: str) -> dict[str, str]:
         """What every sandbox finds in its environment."""
@@ -142,6 +163,7 @@ class LocalBackend(launching.LauncherBackend):
         config = own_config(self._state, sandbox, self._opened().overlay) | spec_config(request.spec)
         config["number"] = next(self._numbers)
         self._hold(sandbox, stack)
+        config["keep"] = {sandbox: [stack, ""]}
         await self._fill_upper(config, stack)
         return await self._running.create(config, record)
 
@@ -168,9 +190,11 @@ class LocalBackend(launching.LauncherBackend):
         try:
             await self._copy(str(self._state / sandbox / "upper"), self._layer(name))
         except SandboxUnavailable:
-            await self._running.ask({"op": "remove", "path": self._layer(name)}, timeout=600.0)
+            await self._remove(name)
             raise
-        self._hold(name, (name, *below) if self._stacked else (name,))
+        stack = (name, *below) if self._stacked else (name,)
+        await self._running.keep({name: [stack, shell.decode("latin-1")]})
+        self._hold(name, stack)
         self._shells[name] = shell
         return name
 
@@ -189,8 +213,14 @@ class LocalBackend(launching.LauncherBackend):
             self._holders.setdefault(layer, set()).add(holder)
 
     async def _release(self, holder: str) -> None:
+        if holder not in self._stacks:
+            return
+        await self._running.keep({holder: None})
         for layer in self._stacks.pop(holder, ()):
             self._holders[layer].discard(holder)
             if not self._holders[layer]:
                 del self._holders[layer]
-                await self._running.ask({"op": "remove", "path": self._layer(layer)}, timeout=600.0)
+                await self._remove(layer)
+
+    async def _remove(self, layer: str) -> None:
+        await self._running.ask({"op": "remove", "path": self._layer(layer)}, timeout=600.0)

@@ -3,7 +3,8 @@
 Started as a script in a session of its own, so that Ctrl-C in the node's terminal does not reach it. It owns the
 state directory, the control groups and, for each sandbox, a lifeline: a socket to its init which ends when the
 launcher does and over which the init is handed a fresh connection to a node. When the node goes away, however that
-happens, the launcher kills what is left, removes everything and ends too.
+happens, the launcher kills what is left, removes everything and ends too; with a `Doorstep` it first waits for another
+node, while each sandbox lives as long as its lease.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from . import children, kernel, processes
 from .cgroups import RECORD, Group, Hierarchy
+from .doorstep import Doorstep, objection
 from .wire import Connection, Frame
 
 RETRY_MS = 20
+LEASE_MS = 200
 ATTACH, FREEZE, THAW = b"a", b"f", b"t"  # what an init is told over its lifeline
 
 Asker = tuple[Connection, int]
@@ -58,6 +62,9 @@ class Launcher:
         self.burials: dict[str, tuple[Group, list[Asker]]] = {}
         self.removers: set[int] = set()
         self.workers: dict[int, tuple[Asker, int]] = {}
+        self.kept: dict[str, Any] = {}
+        self.heirs: list[Connection] = []
+        self.ending = False
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
@@ -67,11 +74,16 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.poller = select.poll()
         self.poller.register(self._wake, select.POLLIN)
+        self.doorstep: Doorstep | None = None
+        if config["doorstep"] is not None:
+            self.doorstep = Doorstep(config["doorstep"], config["patience"], self.poller)
         self.operations: dict[str, Callable[[Asker, dict[str, Any]], None]] = {
             "ping": lambda asker, _header: self._reply(asker),
             "create": self._create,
             "attach": self._attach,
             "note": self._note,
+            "keep": self._keep,
+            "end": self._end,
             "freeze": self._freeze,
             "stats": self._stats,
             "destroy": self._destroy,
@@ -80,9 +92,11 @@ class Launcher:
         }
 
     def run(self) -> None:
-        """Serve until the node hangs up, then bury everything."""
-        while self.node is not None:
+        """Serve until no node is there and none can come, then bury everything."""
+        while not self.ending and (self.node is not None or self._may_come()):
             self._once()
+        if self.doorstep is not None:
+            self.doorstep.close()
         for held in self.held.values():
             self._kill(held)
         while self.held or self.burials:
@@ -96,6 +110,9 @@ class Launcher:
                 os.waitpid(-1, 0)
         children.remove_tree(self.state)
 
+    def _may_come(self) -> bool:
+        return self.doorstep is not None and not self.doorstep.expired
+
     def _once(self) -> None:
         ready = self._wait()
         if self._wake in ready:
@@ -104,6 +121,8 @@ class Launcher:
             self._serve(self.node)
         for held in [held for held in self.held.values() if held.freezing and held.lifeline.fileno() in ready]:
             self._froze(held)
+        if self.doorstep is not None:
+            self._open_door(self.doorstep, ready)
         self._bury()
         if self.node is not None:
             with contextlib.suppress(OSError):  # the end of its socket tells the rest
@@ -113,7 +132,8 @@ class Launcher:
         if self.node is not None:
             events = select.POLLIN | (select.POLLOUT if self.node.pending else 0)
             self.poller.register(self.node.fileno(), events)
-        return dict(self.poller.poll(RETRY_MS if self.burials else None))
+        patience = LEASE_MS if self.node is None else None
+        return dict(self.poller.poll(RETRY_MS if self.burials or self.heirs else patience))
 
     def _serve(self, node: Connection) -> None:
         try:
@@ -123,6 +143,28 @@ class Launcher:
             self.poller.unregister(node.fileno())
             node.close()
             self.node = None
+            if self.doorstep is not None:
+                self.doorstep.left_at = time.monotonic()
+
+    def _open_door(self, doorstep: Doorstep, ready: dict[int, int]) -> None:
+        """Let a node in once no sandbox is half made, unless one is there; without any, watch over the leases."""
+        for guest, wish in doorstep.wishes(ready):
+            refused = "another server uses it" if self.node or self.heirs else objection(wish, self.config)
+            if refused:
+                guest.queue({"id": 0, "error": refused})
+                guest.flush()
+                guest.close()
+            else:
+                self.heirs.append(guest)
+        if self.heirs and not any(held.starting for held in self.held.values()):
+            self.node = self.heirs.pop()
+            living = [[name, held.record] for name, held in self.held.items() if not held.doomed]
+            self.node.queue({"id": 1, "held": living, "kept": self.kept, "config": self.config})
+        elif self.node is None:
+            now = time.monotonic()
+            for held in self.held.values():
+                if not held.doomed and held.record.get("expires", now) < now:
+                    self._kill(held)
 
     def _handle(self, asker: Asker, frame: Frame) -> None:
         try:
@@ -156,6 +198,7 @@ class Launcher:
             os.close(control)
             os.close(writer)
         self.held[header["name"]], self.pids[held.pid] = held, header["name"]
+        self._remember(header.get("keep", {}))
         if self.config["isolated"]:
             held.starting = (reader, asker)
         else:
@@ -181,6 +224,20 @@ class Launcher:
     def _note(self, asker: Asker, header: dict[str, Any]) -> None:
         self._find(header).record = header["record"]
         self._reply(asker)
+
+    def _keep(self, asker: Asker, header: dict[str, Any]) -> None:
+        """Remember something for the backend of the next node; None forgets it."""
+        self._remember(header["keep"])
+        self._reply(asker)
+
+    def _remember(self, facts: dict[str, Any]) -> None:
+        self.kept.update(facts)
+        for key in [key for key, value in facts.items() if value is None]:
+            del self.kept[key]
+
+    def _end(self, _asker: Asker, _header: dict[str, Any]) -> None:
+        """The node does not want to be followed by another. The answer is the end of this process."""
+        self.ending = True
 
     def _stats(self, asker: Asker, header: dict[str, Any]) -> None:
         self._find(header)
@@ -329,6 +386,8 @@ def main() -> None:
     kernel.rename_process("skyenv-launcher")
     if config["base_uid"] is not None:
         kernel.leave_mount_namespace()
+    if config["doorstep"] is not None:
+        os.chmod(config["doorstep"], 0o700)
     become_user(config["run_as"])
     lock = os.open(f"{config['state']}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
