@@ -182,7 +182,7 @@ async def _exec(request: Request) -> Response:
 async def _poll(request: Request) -> Response:
     session, parameters = _session(request), parse_query(PollParameters, query_of(request))
     typed = await read_body(request, MAX_COMMAND)
-    return await _keyed(request, session.calls, lambda key: session.poll(key, parameters.soft_timeout, typed))
+    return await _keyed(request, session.calls, lambda key: session.poll(key, parameters, typed))
 
 
 async def _interrupt(request: Request) -> Response:

@@ -22,12 +22,16 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How `serve` works. A host that is not loopback needs a token."""
+    """How `serve` works. A host that is not loopback needs a token.
+
+    With `state`, a directory, sandboxes outlive a server that was killed: the next one with the same takes them over.
+    """
 
     listening: Listening = field(default_factory=Listening)
     token: str | None = None
     token_file: Path | None = None
     backend: str = "local"
+    state: Path | None = None
 
     def __post_init__(self) -> None:
         if self.token is not None and not self.token:
@@ -49,7 +53,7 @@ def serve(options: ServeOptions, *, on_ready: Callable[[str], None] = LOG.info) 
 
 
 async def _serve(options: ServeOptions, on_ready: Callable[[str], None]) -> None:
-    node, tokens = Node(backends.get(options.backend)), options.tokens()
+    node, tokens = Node(backends.get(options.backend, state=options.state)), options.tokens()
     with options.listening.bind() as listener:
         async with background_tasks() as group:
             stop = anyio.Event()

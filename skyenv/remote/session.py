@@ -6,6 +6,7 @@ spares a round trip and holds what never reached the init. A sandbox is thawed b
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -20,6 +21,7 @@ from skyenv.errors import (
     EnvError,
     SandboxConflict,
     SandboxError,
+    SandboxLost,
     SandboxPathError,
     SandboxProtocolError,
     SandboxUnavailable,
@@ -30,7 +32,7 @@ from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.inside.wire import Frame
 from skyenv.remote.metrics import Metrics
-from skyenv.remote.protocol import ExecParameters
+from skyenv.remote.protocol import ExecParameters, PollParameters
 from skyenv.remote.tasks import background_tasks
 
 ENDED = "the sandbox's first process ended (killed, or out of memory)"
@@ -39,17 +41,29 @@ CHUNK = 1 << 18
 FILE_TIMEOUT = 600.0
 END_GRACE = 15.0
 LONGEST = 8 * 86400.0
+LEAST_SLACK = 1.0
 _FIELDS = (
     *("exit_code", "timed_out", "oom", "session_restarted", "running"),
     *("cwd", "cwd_missing", "seconds", "head", "output_bytes"),
 )
 
 
+def lease_slack(ttl: float) -> float:
+    """By how much a noted lease may be out of date, in seconds."""
+    return max(LEAST_SLACK, ttl / 8)
+
+
+def lease_end(used: float, ttl: float) -> float:
+    """When a lease ends that was noted when the sandbox was used at `used`."""
+    return used + ttl + lease_slack(ttl)
+
+
 class Session:
     """A living sandbox. The node makes it, serves its channel and closes that.
 
-    `record` is what is kept with the sandbox for the next node: `name`, `ttl`, `freeze_after`, and whatever else the
-    node adds.
+    `record` is what is kept with the sandbox for the next node: `name`, `ttl`, `freeze_after` and `expires`, when its
+    lease ends at the latest by this machine's monotonic clock. Uses are noted there once in a while, so a lease that no
+    node watched ends up to an eighth of it late, never early.
     """
 
     def __init__(
@@ -64,16 +78,17 @@ class Session:
         self.name: str = record["name"]
         self.sandbox = sandbox
         self.record = record
+        self.ttl: float = record["ttl"]
         self._metrics = metrics
         self.channel = Channel(sock, ENDED)
         self.calls = CallLog(group)
         self.frozen = False
         self._backend = backend
-        self._last_use = time.monotonic()
+        self._last_use: float = min(time.monotonic(), record["expires"] - self.ttl)
         self._acknowledged: list[str] = []
         self._askers = 0
         self._turning = anyio.Lock()
-        self._clocks: set[anyio.CancelScope] = set()
+        self._clocks: dict[anyio.CancelScope, float] = {}
 
     def touch(self) -> None:
         """Renew the lease."""
@@ -89,8 +104,19 @@ class Session:
     @property
     def expired(self) -> bool:
         """Whether nobody used it for `ttl` seconds."""
-        ttl: float = self.record["ttl"]
-        return self.idle_seconds > ttl
+        return self.idle_seconds > self.ttl
+
+    @property
+    def last_use(self) -> float:
+        """When it was used last, by the monotonic clock."""
+        return self._last_use
+
+    async def note_use(self) -> None:
+        """Write down how long the lease lasts now, when that has changed enough."""
+        expires = lease_end(self._last_use, self.ttl)
+        if expires - self.record["expires"] >= lease_slack(self.ttl):
+            self.record["expires"] = expires
+            await self._backend.note(self.sandbox, self.record)
 
     def acknowledge(self, key: str) -> None:
         """The client has the answer of this call; the init is told with the next request."""
@@ -108,11 +134,19 @@ class Session:
     async def _freeze(self) -> None:
         if not self.frozen:
             self.frozen = True
+            now = anyio.current_time()
+            for scope in self._clocks:
+                self._clocks[scope], scope.deadline = scope.deadline - now, math.inf
             try:
                 await self._backend.freeze(self.sandbox)
             except SandboxError:
-                self.frozen = False
+                self._thawed()
                 raise
+
+    def _thawed(self) -> None:
+        self.frozen, now = False, anyio.current_time()
+        for scope, left in self._clocks.items():
+            scope.deadline = now + left
 
     async def freeze_when_idle(self) -> bool:
         """`freeze` unless something is being asked of it right now."""
@@ -127,7 +161,7 @@ class Session:
         async with self._turning:
             if self.frozen:
                 await self._backend.thaw(self.sandbox)
-                self.frozen = False
+                self._thawed()
 
     @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
@@ -139,7 +173,7 @@ class Session:
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._backend.thaw(self.sandbox)
-                    self.frozen = False
+                    self._thawed()
 
     async def ask(
         self,
@@ -161,20 +195,30 @@ class Session:
                 await self.thaw()
             if self._acknowledged:
                 wanted["acks"], self._acknowledged = self._acknowledged, []
-            frame = await self.channel.request(wanted, payload, fds, timeout=timeout)
+            frame = await self._request(wanted, payload, fds, timeout)
         finally:
             self._askers -= 1
         if (error := frame.header.get("error")) is not None:
             raise _refusal(error)
         return frame
 
+    async def _request(self, header: dict[str, Any], payload: bytes, fds: tuple[int, ...], timeout: float) -> Frame:
+        """A request whose clock stands still while the sandbox is frozen."""
+        with anyio.CancelScope(deadline=anyio.current_time() + timeout) as scope:
+            self._clocks[scope] = timeout
+            try:
+                return await self.channel.request(header, payload, fds, timeout=None)
+            finally:
+                del self._clocks[scope]
+        raise SandboxLost(f"no answer to {header['op']!r} within {timeout} s")
+
     async def begin(self, env: dict[str, str]) -> None:
         """Let the init start its shell."""
         await self.ask("begin", {"env": env})
 
     async def status(self) -> dict[str, Any]:
-        """Whether the init was begun, and what moves inside: `begun`, `running`, `processes`."""
-        return (await self.ask("status")).header
+        """Whether the init was begun, and what moves inside: `begun`, `running`, `processes`. Not when frozen."""
+        return (await self.channel.request({"op": "status"})).header
 
     async def follow(self, key: str) -> Result:
         """What a call that an earlier node made came or comes to. SandboxProtocolError when none is known."""
@@ -185,9 +229,9 @@ class Session:
         header = {**parameters.model_dump(), "key": key}
         return self._ended(await self.ask("exec", header, command, timeout=parameters.timeout + END_GRACE))
 
-    async def poll(self, key: str, soft_timeout: float | None, typed: bytes = b"") -> Result:
+    async def poll(self, key: str, parameters: PollParameters, typed: bytes = b"") -> Result:
         """Wait for the running command, once `typed` is on its terminal."""
-        op, header = "input" if typed else "poll", {"soft_timeout": soft_timeout, "key": key}
+        op, header = "input" if typed else "poll", {**parameters.model_dump(), "key": key}
         return self._ended(await self.ask(op, header, typed, timeout=LONGEST))
 
     async def interrupt(self, key: str) -> Result:

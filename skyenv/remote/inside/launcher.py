@@ -29,7 +29,8 @@ from .wire import Connection, Frame
 
 RETRY_MS = 20
 LEASE_MS = 200
-ATTACH, FREEZE, THAW = b"a", b"f", b"t"  # what an init is told over its lifeline
+# What an init is told over its lifeline. THAW and SHIFT are followed by the seconds for which it was frozen.
+ATTACH, FREEZE, THAW, SHIFT = b"a", b"f", b"t", b"s"
 
 Asker = tuple[Connection, int]
 
@@ -37,14 +38,15 @@ Asker = tuple[Connection, int]
 class Held:
     """A sandbox: its lifeline, the record that its node keeps with it, and who waits for what."""
 
-    __slots__ = ("doomed", "ended", "freezing", "frozen", "lifeline", "pid", "record", "starting")
+    __slots__ = ("doomed", "ended", "freezing", "frozen_at", "lifeline", "pid", "record", "starting")
 
     def __init__(self, lifeline: socket.socket, record: dict[str, Any]) -> None:
         self.lifeline = lifeline
         self.record = record
         self.pid = 0
         self.starting: tuple[int, Asker] | None = None
-        self.doomed = self.frozen = False
+        self.doomed = False
+        self.frozen_at: float | None = None
         self.freezing: list[Asker] = []
         self.ended: list[Asker] = []
 
@@ -250,12 +252,15 @@ class Launcher:
     def _freeze(self, asker: Asker, header: dict[str, Any]) -> None:
         """Freeze or thaw, by the freezer if there is one, else through the init. `done` False: ask again."""
         held, wanted = self._find(header), header["frozen"]
-        done = Group.of(self.hierarchies, header["name"]).freeze(wanted)
-        held.frozen = wanted
-        if done is not None:
-            self._reply(asker, {"done": done})
+        group = Group.of(self.hierarchies, header["name"])
+        since, held.frozen_at = held.frozen_at, (held.frozen_at or time.monotonic()) if wanted else None
+        seconds = b"%.3f" % (time.monotonic() - since) if since is not None else b"0"
+        if group.freezer is not None:
+            if since is not None and not wanted:
+                held.lifeline.send(SHIFT + seconds)
+            self._reply(asker, {"done": group.freeze(wanted)})
             return
-        held.lifeline.send(FREEZE if wanted else THAW)
+        held.lifeline.send(FREEZE if wanted else THAW + seconds)
         self.poller.register(held.lifeline.fileno(), select.POLLIN)
         held.freezing.append(asker)
 
@@ -283,7 +288,7 @@ class Launcher:
         held.doomed = True
         if held.starting is None:
             os.kill(held.pid, signal.SIGKILL)
-        if held.frozen:  # version 1 lets nothing frozen die
+        if held.frozen_at is not None:  # version 1 lets nothing frozen die
             Group.of(self.hierarchies, self.pids[held.pid]).freeze(False)
 
     def _work(self, asker: Asker, work: Callable[[], None]) -> None:
