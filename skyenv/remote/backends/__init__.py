@@ -107,10 +107,11 @@ class Backend(Protocol):
         ...
 
 
-def get(name: str, *, state: Path | None = None) -> Backend:
+def get(name: str, *, image: str | None = None, state: Path | None = None) -> Backend:
     """A backend by name. ConfigError naming the choices.
 
-    With `state`, a directory, sandboxes outlive a node server that was killed, for the next one that has the same.
+    `image` is what sandboxes get whose request names none. With `state`, a directory, sandboxes outlive a node server
+    that was killed, for the next one that has the same.
     """
     if name == "local":
         from skyenv.remote.backends.local import LocalBackend
@@ -120,4 +121,8 @@ def get(name: str, *, state: Path | None = None) -> Backend:
         from skyenv.remote.backends.process import ProcessBackend
 
         return ProcessBackend(state)
-    raise ConfigError(f"backend {name!r} is unknown; choose 'local' (isolated) or 'process' (isolates nothing)")
+    if name == "docker":
+        from skyenv.remote.backends.docker import DockerBackend
+
+        return DockerBackend(image, home=state)
+    raise ConfigError(f"backend {name!r} is unknown; choose 'local', 'docker' or 'process' (which isolates nothing)")

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import children, kernel, processes
+from . import children, join, kernel, processes
 from .cgroups import RECORD, Group, Hierarchy
 from .doorstep import Doorstep, objection
 from .wire import Connection, Frame
@@ -38,12 +38,13 @@ Asker = tuple[Connection, int]
 class Held:
     """A sandbox: its lifeline, the record that its node keeps with it, and who waits for what."""
 
-    __slots__ = ("doomed", "ended", "freezing", "frozen_at", "lifeline", "pid", "record", "starting")
+    __slots__ = ("anchor", "doomed", "ended", "freezing", "frozen_at", "lifeline", "pid", "record", "starting")
 
     def __init__(self, lifeline: socket.socket, record: dict[str, Any]) -> None:
         self.lifeline = lifeline
         self.record = record
         self.pid = 0
+        self.anchor: int | None = None
         self.starting: tuple[int, Asker] | None = None
         self.doomed = False
         self.frozen_at: float | None = None
@@ -187,6 +188,8 @@ class Launcher:
         lifeline.setblocking(False)
         held = Held(lifeline, header["record"])
         try:
+            if "target" in request:
+                request["anchor"] = held.anchor = join.anchor_of(request)
             children.prepare_directories(request)
             held.pid = os.fork()
             if not held.pid:
@@ -194,6 +197,8 @@ class Launcher:
         except OSError:
             os.close(reader)
             lifeline.close()
+            if held.anchor is not None:
+                join.end(held.anchor)
             raise
         finally:
             theirs.close()
@@ -343,29 +348,16 @@ class Launcher:
         if held.freezing:
             self.poller.unregister(held.lifeline.fileno())
         held.lifeline.close()
+        if held.anchor is not None:
+            join.end(held.anchor)
         self.burials[name] = (Group.of(self.hierarchies, name), held.ended)
-        self._remove_later(f"{self.state}/{name}")
+        remover = children.start_removal(f"{self.state}/{name}")
+        if remover:
+            self.removers.add(remover)
 
     def _kill_orphans(self) -> None:
         """Without a process namespace, what outlived its init was handed to this process."""
         processes.kill_all(known={*self.pids, *self.workers, *self.removers})
-
-    def _remove_later(self, path: str) -> None:
-        if not os.path.isdir(path):
-            return
-        trash = f"{path}.gone"
-        with contextlib.suppress(OSError):
-            kernel.unmount(path)
-        os.rename(path, trash)
-        pid = os.fork()
-        if not pid:
-            try:
-                signal.set_wakeup_fd(-1)
-                kernel.close_all_but()
-                children.remove_tree(trash)
-            finally:
-                os._exit(0)
-        self.removers.add(pid)
 
     def _bury(self) -> None:
         for name in [name for name, (group, _askers) in self.burials.items() if group.remove()]:
