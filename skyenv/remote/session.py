@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -34,6 +35,7 @@ from skyenv.remote.inside.wire import Frame
 from skyenv.remote.metrics import Metrics
 from skyenv.remote.protocol import ExecParameters, PollParameters
 from skyenv.remote.tasks import background_tasks
+from skyenv.types import SandboxStats
 
 ENDED = "the sandbox's first process ended (killed, or out of memory)"
 INLINE = 1 << 20
@@ -110,6 +112,10 @@ class Session:
     def last_use(self) -> float:
         """When it was used last, by the monotonic clock."""
         return self._last_use
+
+    async def stats(self) -> SandboxStats:
+        """What it uses now; does not thaw it."""
+        return replace(await self._backend.stats(self.sandbox), frozen=self.frozen)
 
     async def note_use(self) -> None:
         """Write down how long the lease lasts now, when that has changed enough."""

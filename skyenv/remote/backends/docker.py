@@ -49,7 +49,9 @@ class DockerBackend(launching.LauncherBackend):
 
     name = "docker"
 
-    def __init__(self, image: str | None = None, runtime: str | None = None, home: Path | None = None) -> None:
+    def __init__(
+        self, image: str | None = None, runtime: str | None = None, home: launching.Home | None = None
+    ) -> None:
         self._default = image
         self._home = home
         self._runtime = runtime
@@ -88,7 +90,7 @@ class DockerBackend(launching.LauncherBackend):
             await self._remove_all()
 
     async def _prepare(self) -> dict[str, Any]:
-        base = state_bases(self._home)[0]
+        base = state_bases(self._home.path if self._home else None)[0]
         return {
             "isolated": True,
             "state": str(await anyio.to_thread.run_sync(launching.make_state, base, None)),

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import anyio.abc
@@ -40,7 +40,6 @@ CLOSE_TIMEOUT = 20.0
 GROUPS_TIMEOUT = 2.0
 FREEZE_TIMEOUT = 2.0
 ADOPT_TIMEOUT = 30.0
-PATIENCE = 60.0  # seconds for which a launcher waits for the next node
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -176,6 +175,13 @@ class Launcher:
         raise SandboxUnavailable(f"the sandbox could not be {'frozen' if frozen else 'thawed'}")
 
 
+class Home(NamedTuple):
+    """A directory of a server and, should that be killed, for how many seconds its sandboxes wait for the next one."""
+
+    path: Path
+    patience: float = 60.0
+
+
 class LauncherBackend:
     """What all backends have in common whose sandboxes a launcher forks. They set `_launcher` inside `open`."""
 
@@ -222,19 +228,20 @@ async def _last_words(sock: socket.socket) -> str:
 
 @contextlib.asynccontextmanager
 async def launch(
-    backend: str, prepare: Callable[[], Awaitable[dict[str, Any]]], home: Path | None
+    backend: str, prepare: Callable[[], Awaitable[dict[str, Any]]], home: Home | None
 ) -> AsyncIterator[Launcher]:
     """A launcher for the block; after it nothing is left. `prepare` makes the configuration when one is started.
 
     ConfigError when another server uses `home`, or when what is held there is not ours to take over.
     """
     async with contextlib.AsyncExitStack() as stack:
-        common = {"backend": backend, "doorstep": str(home) if home else None, "patience": PATIENCE}
+        common = {"backend": backend, "doorstep": None, "patience": 0.0}
         if home is None:
             launcher = await _start({**await prepare(), **common}, stack)
         else:
-            async with _starting(home):
-                adopted = await _adopt(home, backend, stack)
+            common |= {"doorstep": str(home.path), "patience": home.patience}
+            async with _starting(home.path):
+                adopted = await _adopt(home.path, backend, stack)
                 launcher = adopted or await _start({**await prepare(), **common}, stack)
         yield launcher
 

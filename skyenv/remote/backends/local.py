@@ -70,7 +70,7 @@ class LocalBackend(launching.LauncherBackend):
 
     name = "local"
 
-    def __init__(self, run_as: int | None = None, home: Path | None = None) -> None:
+    def __init__(self, run_as: int | None = None, home: launching.Home | None = None) -> None:
         self._run_as = run_as
         self._home = home
         self._probe: Probe | None = None
@@ -92,7 +92,7 @@ class LocalBackend(launching.LauncherBackend):
             yield
 
     async def _prepare(self) -> dict[str, Any]:
-        found = await anyio.to_thread.run_sync(probe, self._run_as, self._home)
+        found = await anyio.to_thread.run_sync(probe, self._run_as, self._home.path if self._home else None)
         if found.mode is None:
             raise ConfigError("this machine cannot isolate sandboxes:\n  " + "\n  ".join(found.reasons))
         owner = BASE_UID if found.mode == "root" else self._run_as

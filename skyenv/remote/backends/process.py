@@ -33,7 +33,7 @@ class ProcessBackend(launching.LauncherBackend):
 
     name = "process"
 
-    def __init__(self, home: Path | None = None) -> None:
+    def __init__(self, home: launching.Home | None = None) -> None:
         self._home = home
         self._state = Path()
         self._hierarchies: list[cgroups.Hierarchy] = []
@@ -48,7 +48,7 @@ class ProcessBackend(launching.LauncherBackend):
             yield
 
     async def _prepare(self) -> dict[str, Any]:
-        base = state_bases(self._home)[0]
+        base = state_bases(self._home.path if self._home else None)[0]
         return {
             "isolated": False,
             "state": str(await anyio.to_thread.run_sync(launching.make_state, base, None)),
