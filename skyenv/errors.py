@@ -8,9 +8,11 @@ infrastructure raises, and what it raises is one of these types, so that a failu
      |   +- SandboxUnavailable    no sandbox to be had now; `retry_after` seconds
      |   +- SandboxLost           it existed and is gone
      |   +- SandboxProtocolError  client and node do not understand each other
+     |   +- DeadlineExceeded      a stage, the wait for its slot, or a whole trajectory took too long
      +- SourceUnavailable     the files of a task cannot be fetched now
      +- EngineError           the inference server failed (a full context is a StopReason, not an error)
      +- EnvError              a bug of an environment's or a tool's author
+     |   +- NotCarried            a snapshot or rollback would leave something of a session behind
      +- RewardError           the grader failed (not: the tests failed)
      +- ConfigError           the user's configuration, file or task row is wrong; also a ValueError
      +- ResetNeeded           contract misuse: step before reset
@@ -54,6 +56,10 @@ class SandboxProtocolError(SandboxError):
     """Client and node server do not understand each other."""
 
 
+class DeadlineExceeded(SandboxError):
+    """An infrastructure deadline passed: of a stage, of the wait for its slot, or of the whole trajectory."""
+
+
 class SandboxPathError(SkyEnvError, OSError):
     """A path inside the sandbox cannot be read or written; an ordinary result for a tool, `errno` is set."""
 
@@ -72,6 +78,14 @@ class EngineError(SkyEnvError):
 
 class EnvError(SkyEnvError):
     """An environment or a tool raised: its author's bug."""
+
+
+class NotCarried(EnvError):
+    """A snapshot, fork or rollback would leave something of the session behind; `items` says what, in words."""
+
+    def __init__(self, items: Iterable[str]) -> None:
+        self.items = tuple(items)
+        super().__init__(f"cannot be carried: {'; '.join(self.items)} (end it, or pass drop=True to go on without)")
 
 
 class RewardError(SkyEnvError):

@@ -20,6 +20,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve.add_argument(
         "--state", type=Path, help="directory of this server: when it is killed, the next one takes its sandboxes over"
     )
+    serve.add_argument("--max-sandboxes", type=int, default=1024, help="how many may live at a time (default 1024)")
     serve.set_defaults(run=run)
 
 
@@ -35,7 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--token-file {arguments.token_file}: {error.strerror}") from error
     options = ServeOptions(
-        Listening(arguments.host, arguments.port), token=token, backend=arguments.backend, state=arguments.state
+        Listening(arguments.host, arguments.port),
+        token=token,
+        backend=arguments.backend,
+        max_sandboxes=arguments.max_sandboxes,
+        state=arguments.state,
     )
     serve(options, on_ready=lambda url: print_line(f"serving sandboxes at {url} (backend {arguments.backend})"))
     return 0

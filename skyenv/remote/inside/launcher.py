@@ -20,12 +20,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from . import children, join, kernel, processes
 from .cgroups import RECORD, Group, Hierarchy
 from .doorstep import Doorstep, objection
+from .stacks import Snapshot, Stacks
 from .wire import Connection, Frame
+from .workers import Workers
 
 RETRY_MS = 20
 LEASE_MS = 200
@@ -63,11 +66,11 @@ class Launcher:
         self.held: dict[str, Held] = {}
         self.pids: dict[int, str] = {}
         self.burials: dict[str, tuple[Group, list[Asker]]] = {}
-        self.removers: set[int] = set()
-        self.workers: dict[int, tuple[Asker, int]] = {}
         self.kept: dict[str, Any] = {}
         self.heirs: list[Connection] = []
         self.ending = False
+        self.workers = Workers()
+        self.stacks = Stacks(config, self.workers.start, self.workers.remove_later)
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
@@ -90,6 +93,10 @@ class Launcher:
             "freeze": self._freeze,
             "stats": self._stats,
             "destroy": self._destroy,
+            "snapshot": self._snapshot,
+            "snapshots": lambda asker, _header: self._reply(asker, {"snapshots": list(self.stacks.states)}),
+            "state": lambda asker, h: self._reply(asker, payload=self.stacks.states.get(h["snapshot"], b"")),
+            "forget": self._forget,
             "copy": lambda asker, h: self._work(asker, lambda: children.copy_tree(h["source"], h["target"])),
             "remove": lambda asker, h: self._work(asker, lambda: children.remove_tree(h["path"])),
         }
@@ -106,8 +113,7 @@ class Launcher:
             self.poller.poll(RETRY_MS)
             self._reap()
             self._bury()
-        for pid in self.workers:
-            os.kill(pid, signal.SIGKILL)
+        self.workers.kill()
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
@@ -171,15 +177,15 @@ class Launcher:
 
     def _handle(self, asker: Asker, frame: Frame) -> None:
         try:
-            self.operations[frame.header["op"]](asker, frame.header)
+            self.operations[frame.header["op"]](asker, frame.header | {"payload": frame.payload})
         except OSError as error:
             self._reply(asker, {"error": str(error)})
 
-    def _reply(self, asker: Asker, header: dict[str, Any] | None = None) -> None:
+    def _reply(self, asker: Asker, header: dict[str, Any] | None = None, payload: bytes = b"") -> None:
         """Answer whoever asked; a node that is gone is not told."""
         connection, number = asker
         if connection is self.node:
-            connection.queue({"id": number, **(header or {})})
+            connection.queue({"id": number, **(header or {})}, payload)
 
     def _create(self, asker: Asker, header: dict[str, Any]) -> None:
         request, control = {**self.config, **header}, asker[0].take_fd()
@@ -188,6 +194,7 @@ class Launcher:
         lifeline.setblocking(False)
         held = Held(lifeline, header["record"])
         try:
+            request["lower"] = self.stacks.start(header["name"], header.get("snapshot"), header.get("lower", []))
             if "target" in request:
                 request["anchor"] = held.anchor = join.anchor_of(request)
             children.prepare_directories(request)
@@ -197,6 +204,7 @@ class Launcher:
         except OSError:
             os.close(reader)
             lifeline.close()
+            self.stacks.release(header["name"])
             if held.anchor is not None:
                 join.end(held.anchor)
             raise
@@ -296,10 +304,22 @@ class Launcher:
         if held.frozen_at is not None:  # version 1 lets nothing frozen die
             Group.of(self.hierarchies, self.pids[held.pid]).freeze(False)
 
+    def _snapshot(self, asker: Asker, header: dict[str, Any]) -> None:
+        pid = self._find(header).pid
+        wanted = Snapshot(header["snapshot"], header["name"], pid, header["idle"], header["payload"])
+        self.stacks.take(wanted, header["lower"], partial(self._worked, asker))
+
+    def _forget(self, asker: Asker, header: dict[str, Any]) -> None:
+        if header["snapshot"] in self.stacks.states:
+            self.stacks.release(header["snapshot"])
+        self._reply(asker)
+
     def _work(self, asker: Asker, work: Callable[[], None]) -> None:
         """Run slow work on files in a child and reply when it is done."""
-        pid, reader = children.start_work(work)
-        self.workers[pid] = (asker, reader)
+        self.workers.start(work, partial(self._worked, asker))
+
+    def _worked(self, asker: Asker, answer: str) -> None:
+        self._reply(asker, None if answer == "ok" else {"error": answer})
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -311,13 +331,8 @@ class Launcher:
                     break
                 if pid in self.pids:
                     self._left(self.pids.pop(pid))
-                elif pid in self.removers:
-                    self.removers.remove(pid)
-                elif pid in self.workers:
-                    asker, reader = self.workers.pop(pid)
-                    answer = os.read(reader, 4096).decode(errors="replace")
-                    os.close(reader)
-                    self._reply(asker, None if answer == "ok" else {"error": answer or "killed"})
+                else:
+                    self.workers.reaped(pid)
 
     def _left(self, name: str) -> None:
         """The child that set a sandbox up is gone, and its own child is the init now; or the init is gone."""
@@ -351,28 +366,18 @@ class Launcher:
         if held.anchor is not None:
             join.end(held.anchor)
         self.burials[name] = (Group.of(self.hierarchies, name), held.ended)
-        remover = children.start_removal(f"{self.state}/{name}")
-        if remover:
-            self.removers.add(remover)
+        self.workers.remove_later(f"{self.state}/{name}")
+        self.stacks.release(name)
 
     def _kill_orphans(self) -> None:
         """Without a process namespace, what outlived its init was handed to this process."""
-        processes.kill_all(known={*self.pids, *self.workers, *self.removers})
+        processes.kill_all(known={*self.pids, *self.workers.pids})
 
     def _bury(self) -> None:
         for name in [name for name, (group, _askers) in self.burials.items() if group.remove()]:
             _group, askers = self.burials.pop(name)
             for asker in askers:
                 self._reply(asker)
-
-
-def become_user(uid: int | None) -> None:
-    """Give up root for good; None stays who we are."""
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 
 def main() -> None:
@@ -385,7 +390,7 @@ def main() -> None:
         kernel.leave_mount_namespace()
     if config["doorstep"] is not None:
         os.chmod(config["doorstep"], 0o700)
-    become_user(config["run_as"])
+    kernel.become_user(config["run_as"])
     lock = os.open(f"{config['state']}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open(f"{config['state']}/{RECORD}", "w") as file:
