@@ -182,7 +182,7 @@ async def test_a_lease_goes_on_where_the_last_server_noted_it(tmp_path: Path) ->
 
 async def second_connection(node: Node) -> Session:
     """A sandbox's session over a fresh socket, as a restarted server has it; the one before is cut off."""
-    old = node.session(NAME)
+    old = node._sessions.pop(NAME)
     sock = await node.backend.attach(old.sandbox)
     assert node._group is not None
     session = node._sessions[NAME] = Session(old.sandbox, sock, old.record, node.backend, node._group, node.metrics)
