@@ -18,6 +18,7 @@ from node_processes import SERVE, served
 from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable
 from skyenv.remote.backends import launching
 from skyenv.remote.client import SandboxClient, connect
+from skyenv.remote.sending import Sender
 
 
 def children(pid: int) -> list[int]:
@@ -326,7 +327,7 @@ async def test_a_full_node_says_when_to_come_back(local_url: str) -> None:
                 answer = await http.put(f"/sandboxes/{name}", content="{}", headers={"idempotency-key": name})
                 assert answer.status_code == status
             assert float(answer.headers["retry-after"]) > 0
-            client = SandboxClient(http)
+            client = SandboxClient(Sender(transport, "http://node", {}))
 
             async def free() -> None:
                 await anyio.sleep(0.3)
