@@ -124,6 +124,7 @@ def task(kind: str, **changes: Any) -> SweTask:
 
 
 KINDS = ("django", "sympy", "command")
+FILES = {"django": "tests/calcs/test_add.py", "sympy": "calcs/tests/test_add.py", "command": "checks.py"}
 LINES = {
     "django": "test_add (calcs.test_add.AddTests.test_add) ... ok",
     "sympy": "test_add ok",
