@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -93,6 +94,12 @@ exec >&9
 \\printf '\\0readonly\\0'; \\readonly -p; \\printf '\\0aliases\\0'; \\alias; \\printf '\\0variables\\0'; \\set
 \\printf '\\0'
 """
+_PLAIN_OPTIONS = frozenset(
+    b"allexport braceexpand errexit errtrace functrace hashall interactive-comments noclobber noglob nounset "
+    b"pipefail verbose xtrace".split()
+)
+_PLAIN_PARTS = (b"traps", b"exports", b"umask", b"parameters", b"shopt")
+_PLAIN_VARIABLE = re.compile(rb"declare -[-xiraA]+ [^ =]+(=|$)")
 _USED_WORDS = frozenset(b"builtin declare printf unset export set shopt trap umask cd pushd alias enable : . [".split())
 _ARRIVE = """if [[ $PWD -ef . ]]; then
   __skyenv_old=${OLDPWD-}; \\builtin cd -- "$PWD"; OLDPWD=$__skyenv_old; \\builtin unset __skyenv_old
@@ -274,6 +281,8 @@ def _sh_script(parts: dict[bytes, bytes]) -> tuple[bytes, bytes]:
 
 def _losses(shell: Shell, parts: dict[bytes, bytes], bash: bool) -> list[str]:
     """What a second shell that takes the state over does not tell back."""
+    if bash and _is_plain(parts):
+        return []
     told: dict[bytes, bytes] | None = None
     with contextlib.suppress(OSError):
         script = b"".join(_bash_script(parts, traps=False) if bash else _sh_script(parts))
@@ -290,6 +299,20 @@ def _losses(shell: Shell, parts: dict[bytes, bytes], bash: bool) -> list[str]:
     compared = parts.keys() | told.keys() if bash else {b"exports", b"options", b"umask", b"aliases"}
     different = {_in_words(key) for key in compared - {b"traps", b"exports"} if parts.get(key) != told.get(key)}
     return sorted(different)
+
+
+def _is_plain(parts: dict[bytes, bytes]) -> bool:
+    """Whether there is nothing but what bash is known to tell as it reads it: simple variables and options."""
+    for key, value in parts.items():
+        if key == b"set":
+            plain = _PLAIN_OPTIONS.issuperset(value.split(b":"))
+        elif key.startswith(b"v:"):
+            plain = _PLAIN_VARIABLE.match(value) is not None
+        else:
+            plain = key in _PLAIN_PARTS or not value
+        if not plain:
+            return False
+    return True
 
 
 def twin(shell: Shell, script: bytes) -> Shell:
