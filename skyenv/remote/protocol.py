@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from skyenv.errors import (
     ConfigError,
     EnvError,
+    NotCarried,
     SandboxConflict,
     SandboxError,
     SandboxLost,
@@ -51,7 +52,9 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Model = TypeVar("Model", bound=BaseModel)
 
-ErrorCode = Literal["unavailable", "lost", "protocol", "path", "conflict", "busy", "config", "unauthorized", "internal"]
+ErrorCode = Literal[
+    "unavailable", "lost", "protocol", "path", "conflict", "busy", "not_carried", "config", "unauthorized", "internal",
+]  # fmt: skip
 
 State = Literal["queued", "pulling", "starting", "running"]
 """How far a call is that was answered with 202; meta `state`."""
@@ -93,7 +96,8 @@ _NODE_NAME = re.compile(r"[a-z0-9-]{1,63}")
 class Spec(BaseModel):
     """What a sandbox may use. None means unlimited; sizes in bytes, `ttl` in seconds without any use.
 
-    `file_bytes` bounds one file, `disk_bytes` all files that the sandbox writes, which are then held in memory.
+    `file_bytes` bounds one file, `disk_bytes` all files that the sandbox writes, which are then held in memory. After
+    `freeze_after` seconds without any use a sandbox in which hardly anything moves is frozen until the next request.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -105,6 +109,7 @@ class Spec(BaseModel):
     disk_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
     tmpfs_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     ttl: Annotated[float, Field(ge=1)] = 600.0
+    freeze_after: Annotated[float, Field(ge=1)] | None = 30.0
     shell: Literal["bash", "sh"] = "bash"
 
 
@@ -120,12 +125,17 @@ class CreateRequest(BaseModel):
 
 
 class ExecParameters(BaseModel):
-    """The query of `POST /sandboxes/{id}/exec`; the command is the body."""
+    """The query of `POST /sandboxes/{id}/exec`; the command is the body.
+
+    The answer comes before the command has ended when it printed nothing for `soft_timeout` seconds, or when its output
+    has waited for `flush` seconds.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     timeout: Annotated[float, Field(gt=0, le=7 * 86400)] = 60.0
     soft_timeout: Annotated[float, Field(gt=0)] | None = None
+    flush: Annotated[float, Field(ge=0)] | None = None
     max_output_bytes: Annotated[int, Field(ge=1, le=64 << 20)] = 1 << 20
     terminal: bool = False
 
@@ -136,6 +146,7 @@ class PollParameters(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     soft_timeout: Annotated[float, Field(gt=0)] | None = None
+    flush: Annotated[float, Field(ge=0)] | None = None
 
 
 class NodeReport(BaseModel):
@@ -157,6 +168,24 @@ class NodeReport(BaseModel):
     version: str = "1.0"
 
 
+class SnapshotParameters(BaseModel):
+    """The query of `POST /sandboxes/{id}/snapshot`; without `shell` only files are kept."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shell: bool = False
+    drop: bool = False
+
+
+class RollbackParameters(BaseModel):
+    """The query of `POST /sandboxes/{id}/rollback`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    snapshot: str
+    drop: bool = False
+
+
 class WireError(BaseModel):
     """The body of every answer that is not a success."""
 
@@ -165,6 +194,7 @@ class WireError(BaseModel):
     retry_after: float | None = None
     errno: int | None = None
     reason: Reason | None = None
+    items: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -189,6 +219,7 @@ STATUS: Mapping[ErrorCode, int] = {
     "path": 404,
     "conflict": 409,
     "busy": 409,
+    "not_carried": 409,
     "config": 422,
     "unauthorized": 401,
     "internal": 500,
@@ -213,6 +244,7 @@ _CODES: tuple[tuple[type[SkyEnvError], ErrorCode], ...] = (
     (SandboxUnavailable, "unavailable"),
     (SandboxLost, "lost"),
     (SandboxProtocolError, "protocol"),
+    (NotCarried, "not_carried"),
     (EnvError, "busy"),
     (ConfigError, "config"),
     (SkyEnvError, "internal"),
@@ -235,6 +267,7 @@ def encode_error(error: SkyEnvError) -> WireError:
         retry_after=error.retry_after if isinstance(error, SandboxUnavailable) else None,
         errno=error.errno if isinstance(error, SandboxPathError) else None,
         reason=cast("Reason | None", error.reason) if isinstance(error, SandboxError) else None,
+        items=error.items if isinstance(error, NotCarried) else (),
     )
 
 
@@ -252,6 +285,8 @@ def decode_error(body: bytes, status: int = 500) -> SkyEnvError:
     if wire.code in ("path", "conflict"):
         kind = SandboxConflict if wire.code == "conflict" else SandboxPathError
         return kind(wire.errno, wire.message)
+    if wire.code == "not_carried":
+        return NotCarried(wire.items)
     if wire.code in _SANDBOX_TYPES:
         return _SANDBOX_TYPES[wire.code](wire.message, reason=wire.reason)
     return EnvError(wire.message) if wire.code == "busy" else ConfigError(wire.message)

@@ -22,16 +22,23 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How `serve` works. A host that is not loopback needs a token."""
+    """How `serve` works. A host that is not loopback needs a token.
+
+    With `state`, a directory, sandboxes outlive a server that was killed: the next one with the same takes them over.
+    """
 
     listening: Listening = field(default_factory=Listening)
     token: str | None = None
     token_file: Path | None = None
     backend: str = "local"
+    state: Path | None = None
+    max_sandboxes: int = 1024
 
     def __post_init__(self) -> None:
         if self.token is not None and not self.token:
             raise ConfigError("token: must not be empty")
+        if self.max_sandboxes < 1:
+            raise ConfigError(f"max_sandboxes: {self.max_sandboxes} is not at least 1")
         if self.token is None and self.token_file is None and not self.listening.loopback:
             raise ConfigError(f"host {self.listening.host} is reachable from other machines; pass a token")
 
@@ -49,7 +56,8 @@ def serve(options: ServeOptions, *, on_ready: Callable[[str], None] = LOG.info) 
 
 
 async def _serve(options: ServeOptions, on_ready: Callable[[str], None]) -> None:
-    node, tokens = Node(backends.get(options.backend)), options.tokens()
+    backend = backends.get(options.backend, state=options.state)
+    node, tokens = Node(backend, max_sandboxes=options.max_sandboxes), options.tokens()
     with options.listening.bind() as listener:
         async with background_tasks() as group:
             stop = anyio.Event()
