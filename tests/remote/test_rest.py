@@ -28,7 +28,7 @@ def any_url(request: pytest.FixtureRequest) -> str:
 
 async def test_nothing_moves_in_a_paused_sandbox(any_url: str) -> None:
     async with connect(any_url, "secret") as client, client.sandbox() as box:
-        await box.exec("while sleep 0.02; do date +%s.%N; done > ticks &")
+        await box.exec("while sleep 0.02; do date +%s.%N; done > ticks & until [ -s ticks ]; do sleep 0.02; done")
         for _again in range(2):
             await box.pause()
         assert (await box.stats()).frozen
