@@ -73,7 +73,7 @@ class Channel:
         self._waiters[number] = waiter
         try:
             with anyio.fail_after(timeout):
-                await self._send({"id": number, **header}, payload, fds)
+                await self._send({"id": number, "fds": len(fds), **header}, payload, fds)
                 await waiter.done.wait()
         except TimeoutError:
             raise SandboxLost(f"no answer to {header['op']!r} within {timeout} s") from None

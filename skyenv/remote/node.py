@@ -28,6 +28,7 @@ from skyenv.remote.answers import (
     whole_number,
 )
 from skyenv.remote.backends import Backend
+from skyenv.remote.calls import Call, CallLog, Result, Work
 from skyenv.remote.metrics import CONTENT_TYPE
 from skyenv.remote.protocol import (
     KEY,
@@ -41,7 +42,7 @@ from skyenv.remote.protocol import (
     parse_query,
 )
 from skyenv.remote.sandboxes import Node
-from skyenv.remote.session import Call, CallLog, Result, Session, Work
+from skyenv.remote.session import Session
 from skyenv.remote.tokens import Door, Tokens
 
 MAX_UPLOAD = 4 * GiB
@@ -152,7 +153,7 @@ async def _renew(request: Request) -> Response:
 async def _create(request: Request) -> Response:
     node, name = _node(request), request.path_params["name"]
     wanted = parse_create(await read_body(request, MAX_JSON))
-    return await _await(node.calls.start(name, lambda: node.create(name, wanted)), query_of(request))
+    return await _await(node.calls.start(name, lambda _key: node.create(name, wanted)), query_of(request))
 
 
 async def _delete(request: Request) -> Response:
@@ -160,11 +161,8 @@ async def _delete(request: Request) -> Response:
 
 
 async def _attach(request: Request) -> Response:
-    key = request.path_params["key"]
-    call = _session(request).calls.find(key)
-    if call is None:
-        raise SandboxProtocolError(f"no call {key!r} is known")
-    return await _await(call, query_of(request))
+    session, key = _session(request), request.path_params["key"]
+    return await _await(session.calls.start(key, session.follow), query_of(request))
 
 
 async def _attach_creation(request: Request) -> Response:
@@ -178,13 +176,13 @@ async def _attach_creation(request: Request) -> Response:
 async def _exec(request: Request) -> Response:
     session, parameters = _session(request), parse_query(ExecParameters, query_of(request))
     command = await read_body(request, MAX_COMMAND)
-    return await _keyed(request, session.calls, lambda: session.exec(command, parameters))
+    return await _keyed(request, session.calls, lambda key: session.exec(key, command, parameters))
 
 
 async def _poll(request: Request) -> Response:
     session, parameters = _session(request), parse_query(PollParameters, query_of(request))
     typed = await read_body(request, MAX_COMMAND)
-    return await _keyed(request, session.calls, lambda: session.poll(parameters.soft_timeout, typed))
+    return await _keyed(request, session.calls, lambda key: session.poll(key, parameters.soft_timeout, typed))
 
 
 async def _interrupt(request: Request) -> Response:
@@ -199,7 +197,7 @@ async def _kill(request: Request) -> Response:
 
 async def _snapshot(request: Request) -> Response:
     node, session = _node(request), _session(request)
-    return await _keyed(request, session.calls, lambda: node.snapshot(session.name))
+    return await _keyed(request, session.calls, lambda _key: node.snapshot(session.name))
 
 
 async def _delete_snapshot(request: Request) -> Response:
@@ -229,12 +227,12 @@ async def _write_file(request: Request) -> Response:
     data = await read_body(request, MAX_UPLOAD)
     if expected is not None and expected > len(data):
         raise SandboxProtocolError("expected_bytes is larger than the body")
-    return await _keyed(request, session.calls, lambda: session.write_file(path, data, expected))
+    return await _keyed(request, session.calls, lambda key: session.write_file(key, path, data, expected))
 
 
 async def _remove(request: Request) -> Response:
     session, path = _session(request), path_in(query_of(request))
-    return await _keyed(request, session.calls, lambda: session.remove(path))
+    return await _keyed(request, session.calls, lambda key: session.remove(key, path))
 
 
 async def _download(request: Request) -> Response:
@@ -246,4 +244,4 @@ async def _download(request: Request) -> Response:
 async def _upload(request: Request) -> Response:
     session, path = _session(request), path_in(query_of(request))
     archive = await read_body(request, MAX_UPLOAD)
-    return await _keyed(request, session.calls, lambda: session.upload(path, archive))
+    return await _keyed(request, session.calls, lambda key: session.upload(key, path, archive))

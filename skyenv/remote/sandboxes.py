@@ -1,5 +1,7 @@
 """The sandboxes of one machine, by name, from creation to burial.
 
+A sandbox has the name by which clients know it and another by which the backend does; here the one leads to the other.
+
 `Node` owns the backend, every session and the reaper. What a client abandons ends with its lease; what a closed node
 leaves behind is nothing.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,9 +21,11 @@ from anyio.abc import TaskGroup
 
 from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable, SkyEnvError
 from skyenv.remote.backends import Backend
+from skyenv.remote.calls import CallLog, Result
+from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
 from skyenv.remote.protocol import CreateRequest
-from skyenv.remote.session import ENDED, CallLog, Result, Session
+from skyenv.remote.session import ENDED, Session
 from skyenv.remote.tasks import background_tasks
 
 LOG = logging.getLogger(__name__)
@@ -109,18 +114,23 @@ class Node:
     async def _start(self, name: str, request: CreateRequest) -> None:
         if self._group is None:
             raise SandboxUnavailable("the node is not open")
-        sock = await self.backend.create(name, request)
-        session = Session(name, sock, request.spec.ttl, self._group, self.metrics)
-        self._sessions[name] = session
-        self._group.start_soon(self._serve, session)
-        env = self.backend.environment(name)
+        sandbox = uuid.uuid4().hex
+        record = {"name": name, "ttl": request.spec.ttl}
+        try:
+            sock = await self.backend.create(sandbox, request, record)
+        except SkyEnvError:
+            await self._bury(sandbox)
+            raise
+        session = self._sessions[name] = Session(sandbox, sock, record, self.backend, self._group, self.metrics)
+        self._group.start_soon(self._serve, session, session.channel)
+        env = self.backend.environment(sandbox)
         if request.spec.cpus is not None:
             env["OMP_NUM_THREADS"] = str(max(1, round(request.spec.cpus)))
         await session.begin(env | request.env)
 
-    async def _serve(self, session: Session) -> None:
-        await session.channel.serve()
-        if session.name in self._sessions:
+    async def _serve(self, session: Session, channel: Channel) -> None:
+        await channel.serve()
+        if session.channel is channel and self._sessions.get(session.name) is session:
             await self._end(session.name, ENDED)
 
     async def delete(self, name: str) -> Result:
@@ -142,12 +152,15 @@ class Node:
             session = self._sessions.pop(name, None)
             if session is not None:
                 session.channel.close("the sandbox was deleted")
-            try:
-                await self.backend.destroy(name)
-            except SandboxError as error:
-                LOG.warning("sandbox %s was not cleaned up: %s", name, error)
-                self.metrics.leaked("sandbox")
+                await self._bury(session.sandbox)
             self._places.discard(name)
+
+    async def _bury(self, sandbox: str) -> None:
+        try:
+            await self.backend.destroy(sandbox)
+        except SandboxError as error:
+            LOG.warning("sandbox %s was not cleaned up: %s", sandbox, error)
+            self.metrics.leaked("sandbox")
 
     async def _reap(self) -> None:
         while True:
@@ -158,13 +171,9 @@ class Node:
     async def snapshot(self, name: str) -> Result:
         """Copy a sandbox's files while nothing in it moves."""
         session = self.session(name)
-        await session.freeze()
-        try:
+        async with session.still():
             with self.metrics.timed("snapshot"):
-                return Result({"snapshot": await self.backend.snapshot(name)})
-        finally:
-            with anyio.CancelScope(shield=True):
-                await session.thaw()
+                return Result({"snapshot": await self.backend.snapshot(session.sandbox, b"")})
 
     def renew(self, names: list[str]) -> list[str]:
         """Renew leases; returns the names that are not alive."""

@@ -43,7 +43,7 @@ chmod 1777 $0/merged; export SKYENV_STATE_DIR=$0/merged; exec "$@"
 def test_this_machine() -> None:
     found = probe()
     assert (found.usable, found.mode, found.overlay) == (True, "root", True)
-    assert set(found.limits) == {"memory", "pids", "cpu", "file_size", "disk"}
+    assert set(found.limits) == {"memory", "pids", "cpu", "file_size", "disk", "freezer"}
     assert not list(found.base.glob("*-trial"))
 
 
@@ -105,7 +105,7 @@ def test_control_groups_version_2(tmp_path: Path) -> None:
     (tmp_path / "cgroup/user.slice/app/cgroup.subtree_control").unlink()
     (tmp_path / "cgroup/user.slice/app/cgroup.subtree_control").mkdir()
     (hierarchy,) = cgroups.find(proc)
-    assert hierarchy == (2, str(tmp_path / "cgroup/user.slice"), ("memory", "pids", "cpu"))
+    assert hierarchy == (2, str(tmp_path / "cgroup/user.slice"), ("memory", "pids", "cpu", "cpuacct", "freezer"))
     group = cgroups.Group.create([hierarchy], "one", cgroups.Limits(1 << 30, 64, 1.5))
     written = {path.name: path.read_text() for path in (tmp_path / "cgroup/user.slice/one").iterdir()}
     assert written == {
@@ -126,7 +126,7 @@ def test_control_groups_version_1(tmp_path: Path) -> None:
     found = cgroups.find(make_machine(tmp_path, 1))
     assert [tuple(hierarchy) for hierarchy in found] == [
         (1, str(tmp_path / "cgroup/user.slice/app"), ("memory",)),
-        (1, str(tmp_path / "cgroup"), ("cpu",)),
+        (1, str(tmp_path / "cgroup"), ("cpu", "cpuacct")),
     ]
 
 

@@ -1,15 +1,39 @@
 """What creates and destroys sandboxes. A backend knows nothing of shells, files or HTTP: it hands out a socket to an
 init (`skyenv.remote.inside.init`), whatever that runs in.
+
+A sandbox has two names. Clients know the node's; a backend knows the `sandbox` it was given at `create`, which the
+node may move behind another public name (a warm sandbox that is claimed, a rollback).
 """
 
 from __future__ import annotations
 
 import socket
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from skyenv.errors import ConfigError
 from skyenv.remote.protocol import CreateRequest
+
+Record = dict[str, Any]
+
+
+class Held(NamedTuple):
+    """A sandbox that outlived the node server which made it, and the record that was kept with it."""
+
+    sandbox: str
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a sandbox uses now; None where this machine does not count it. Bytes, seconds, numbers."""
+
+    memory_bytes: int | None = None
+    cpu_seconds: float | None = None
+    pids: int | None = None
+    oom_kills: int | None = None
+    disk_bytes: int | None = None
 
 
 class Backend(Protocol):
@@ -21,6 +45,10 @@ class Backend(Protocol):
         """Be ready to create sandboxes inside the block. ConfigError when this machine cannot."""
         ...
 
+    def held(self) -> list[Held]:
+        """Sandboxes of a former node server with the same state directory that still live; `attach` reaches them."""
+        ...
+
     def describe(self) -> dict[str, Any]:
         """Name, mode and active limits, for people and for `health`. Only inside `open`."""
         ...
@@ -29,20 +57,52 @@ class Backend(Protocol):
         """The variables that a sandbox starts with, before the request's own."""
         ...
 
-    async def create(self, sandbox: str, request: CreateRequest) -> socket.socket:
+    def images(self) -> list[str]:
+        """The images from which a sandbox starts without any pull."""
+        ...
+
+    async def pull(self, image: str) -> None:
+        """Make an image ready, once however many ask. ConfigError when there is none, SandboxUnavailable for now."""
+        ...
+
+    async def create(self, sandbox: str, request: CreateRequest, record: Record) -> socket.socket:
         """Start a sandbox and return the socket to its init. SandboxUnavailable or ConfigError when it cannot."""
         ...
 
-    async def destroy(self, sandbox: str) -> None:
-        """End it and everything that runs in it at once; its files go soon after. Idempotent."""
+    async def attach(self, sandbox: str) -> socket.socket:
+        """A fresh socket to the init of a living sandbox; an earlier one ends. SandboxLost when there is none."""
         ...
 
-    async def snapshot(self, sandbox: str) -> str:
-        """Keep a copy of the files of a sandbox in which nothing moves."""
+    async def note(self, sandbox: str, record: Record) -> None:
+        """Replace the record that `held` would return after a restart."""
+        ...
+
+    async def stats(self, sandbox: str) -> Stats:
+        """What it uses now."""
+        ...
+
+    async def freeze(self, sandbox: str) -> None:
+        """Let nothing in it run, its init included, until `thaw`. Idempotent."""
+        ...
+
+    async def thaw(self, sandbox: str) -> None:
+        """Let it go on. Idempotent."""
+        ...
+
+    async def snapshot(self, sandbox: str, shell: bytes) -> str:
+        """Keep the files of a sandbox in which nothing moves, and `shell`, an opaque state, with them."""
+        ...
+
+    def shell_state(self, snapshot: str) -> bytes:
+        """The `shell` of a snapshot; empty when it has none or is unknown."""
         ...
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot. Idempotent."""
+        ...
+
+    async def destroy(self, sandbox: str) -> None:
+        """End it and everything that runs in it at once; its files go soon after. Idempotent."""
         ...
 
 

@@ -23,15 +23,18 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from skyenv.errors import SandboxLost, SandboxUnavailable
+from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable
+from skyenv.remote.backends import Held, Record, Stats
 from skyenv.remote.channel import Channel
-from skyenv.remote.inside.cgroups import RECORD
+from skyenv.remote.inside.cgroups import RECORD, Group, Hierarchy
+from skyenv.remote.inside.wire import Frame
 from skyenv.remote.tasks import background_tasks
 
 CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.{module} import main; main()"
 PREFIX = "skyenv-"
 CLOSE_TIMEOUT = 20.0
 GROUPS_TIMEOUT = 2.0
+FREEZE_TIMEOUT = 2.0
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -67,11 +70,16 @@ def _sweep_groups(state: Path) -> bool:
     """Remove the sandboxes' control groups; False while something still ends in one, so that a later sweep does it."""
     record = state / RECORD
     parents = json.loads(record.read_text()) if record.exists() else []
-    groups = [Path(parent, sandbox.name) for parent in parents for sandbox in state.iterdir()]
-    for group in groups:
-        with contextlib.suppress(OSError):
-            group.rmdir()
-    return not any(group.is_dir() for group in groups)
+    hierarchies = [Hierarchy(version, parent, tuple(names)) for version, parent, names in parents]
+    names = [sandbox.name for sandbox in state.iterdir()]
+    removed = [_remove_group(Group.of(hierarchies, name)) for name in names]
+    return all(removed)
+
+
+def _remove_group(group: Group) -> bool:
+    with contextlib.suppress(OSError):
+        group.freeze(False)  # version 1 lets nothing frozen die
+    return group.remove()
 
 
 def _clean_up_after(state: Path) -> None:
@@ -96,22 +104,24 @@ def _is_abandoned(lock: Path) -> bool:
 class Launcher:
     """A running launcher. Made by `launch`."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, held: list[Held]) -> None:
         self._channel = channel
+        self.held = held
 
-    async def ask(self, header: dict[str, Any], fds: tuple[int, ...] = (), *, timeout: float = 60.0) -> None:
+    async def ask(self, header: dict[str, Any], fds: tuple[int, ...] = (), *, timeout: float = 60.0) -> Frame:
         """One request. SandboxUnavailable when it fails, SandboxLost when the launcher is gone."""
         frame = await self._channel.request(header, fds=fds, timeout=timeout)
         if error := frame.header.get("error"):
             raise SandboxUnavailable(f"{header['op']}: {error}")
+        return frame
 
-    async def create(self, request: dict[str, Any]) -> socket.socket:
+    async def create(self, request: dict[str, Any], record: Record) -> socket.socket:
         """Fork a sandbox; returns the socket to its init. SandboxUnavailable with the reason when it fails."""
+        ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as stack:
-            ours, theirs = socket.socketpair()
             stack.callback(ours.close)
             try:
-                await self.ask({"op": "create", **request}, (theirs.fileno(),))
+                await self.ask({"op": "create", **request, "record": record}, (theirs.fileno(),))
             except SandboxUnavailable as error:
                 theirs.close()
                 raise SandboxUnavailable(await _last_words(ours) or str(error)) from error
@@ -121,6 +131,69 @@ class Launcher:
                 theirs.close()
             stack.pop_all()
         return ours
+
+    async def attach(self, sandbox: str) -> socket.socket:
+        """A fresh socket to the init of a sandbox. SandboxLost when it does not live."""
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as stack:
+            stack.callback(ours.close)
+            try:
+                await self.ask({"op": "attach", "name": sandbox}, (theirs.fileno(),))
+            except SandboxUnavailable as error:
+                raise SandboxLost(str(error)) from error
+            finally:
+                theirs.close()
+            stack.pop_all()
+        return ours
+
+    async def freeze(self, sandbox: str, frozen: bool) -> None:
+        """Freeze or thaw. SandboxUnavailable when something inside does not stop; it goes on then."""
+        header = {"op": "freeze", "name": sandbox, "frozen": frozen}
+        with anyio.move_on_after(FREEZE_TIMEOUT):
+            done = False
+            while not done:  # the kernel tells nobody when the last one has stopped
+                done = (await self.ask(header)).header["done"]
+                await anyio.sleep(0 if done else 0.001)
+            return
+        with anyio.CancelScope(shield=True):
+            await self.ask({**header, "frozen": False})
+        raise SandboxUnavailable(f"the sandbox could not be {'frozen' if frozen else 'thawed'}")
+
+
+class LauncherBackend:
+    """What all backends have in common whose sandboxes a launcher forks. They set `_launcher` inside `open`."""
+
+    _launcher: Launcher | None = None
+
+    @property
+    def _running(self) -> Launcher:
+        if self._launcher is None:
+            raise ConfigError("the backend is not open")
+        return self._launcher
+
+    def held(self) -> list[Held]:
+        """See `Backend.held`."""
+        return self._running.held
+
+    async def attach(self, sandbox: str) -> socket.socket:
+        """See `Backend.attach`."""
+        return await self._running.attach(sandbox)
+
+    async def note(self, sandbox: str, record: Record) -> None:
+        """See `Backend.note`."""
+        await self._running.ask({"op": "note", "name": sandbox, "record": record})
+
+    async def stats(self, sandbox: str) -> Stats:
+        """See `Backend.stats`."""
+        return Stats(**(await self._running.ask({"op": "stats", "name": sandbox})).header["usage"])
+
+    async def freeze(self, sandbox: str) -> None:
+        """See `Backend.freeze`."""
+        await self._running.freeze(sandbox, True)
+
+    async def thaw(self, sandbox: str) -> None:
+        """See `Backend.thaw`."""
+        await self._running.freeze(sandbox, False)
 
 
 async def _last_words(sock: socket.socket) -> str:
@@ -153,7 +226,7 @@ async def launch(config: dict[str, Any]) -> AsyncIterator[Launcher]:
         async with background_tasks() as group:
             group.start_soon(channel.serve)
             try:
-                launcher = Launcher(channel)
+                launcher = Launcher(channel, [])
                 await launcher.ask({"op": "ping"})
                 yield launcher
             finally:

@@ -19,7 +19,7 @@ from typing import Any
 import anyio.to_thread
 
 from skyenv.errors import ConfigError, SandboxUnavailable
-from skyenv.remote.backends import launching, skeleton
+from skyenv.remote.backends import Record, launching, skeleton
 from skyenv.remote.backends.probe import BASE_UID, Probe, own_config, probe, shared_config
 from skyenv.remote.protocol import CreateRequest, Spec
 
@@ -44,6 +44,7 @@ DEFAULT_ENV = {
     "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     "PIP_NO_INPUT": "1",
 }
+NO_IMAGES = "image: backend 'local' has no images, it shows the host's system; leave image out"
 SHELLS = {"bash": ["/bin/bash", "/usr/bin/bash"], "sh": ["/bin/sh"]}
 
 
@@ -60,7 +61,7 @@ def spec_config(spec: Spec) -> dict[str, Any]:
     }
 
 
-class LocalBackend:
+class LocalBackend(launching.LauncherBackend):
     """See the module. `run_as` makes the launcher give up root for this user id first (rootless mode)."""
 
     name = "local"
@@ -68,12 +69,12 @@ class LocalBackend:
     def __init__(self, run_as: int | None = None) -> None:
         self._run_as = run_as
         self._probe: Probe | None = None
-        self._launcher: launching.Launcher | None = None
         self._state = Path()
         self._binds: list[str] = []
         self._numbers = itertools.count()
         self._stacks: dict[str, tuple[str, ...]] = {}
         self._holders: dict[str, set[str]] = {}
+        self._shells: dict[str, bytes] = {}
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -111,11 +112,6 @@ class LocalBackend:
             raise ConfigError("the backend is not open")
         return self._probe
 
-    def _running(self) -> launching.Launcher:
-        if self._launcher is None:
-            raise ConfigError("the backend is not open")
-        return self._launcher
-
     @property
     def _stacked(self) -> bool:
         """Whether snapshots are stacked as layers, not copied."""
@@ -124,10 +120,18 @@ class LocalBackend:
     def _layer(self, name: str) -> str:
         return str(self._state / "layers" / name)
 
-    async def create(self, sandbox: str, request: CreateRequest) -> socket.socket:
+    def images(self) -> list[str]:
+        """None: every sandbox shows the host's system."""
+        return []
+
+    async def pull(self, image: str) -> None:
+        """Not possible: ConfigError."""
+        raise ConfigError(NO_IMAGES)
+
+    async def create(self, sandbox: str, request: CreateRequest, record: Record) -> socket.socket:
         """Fork a sandbox. ConfigError for an image or an unknown snapshot."""
         if request.image is not None:
-            raise ConfigError("image: backend 'local' has no images, it shows the host's system; leave image out")
+            raise ConfigError(NO_IMAGES)
         if request.spec.disk_bytes is not None and not self._stacked:
             raise ConfigError("disk_bytes: only a node that runs as root can limit it; leave it out")
         stack: tuple[str, ...] = ()
@@ -139,7 +143,7 @@ class LocalBackend:
         config["number"] = next(self._numbers)
         self._hold(sandbox, stack)
         await self._fill_upper(config, stack)
-        return await self._running().create(config)
+        return await self._running.create(config, record)
 
     async def _fill_upper(self, config: dict[str, Any], stack: tuple[str, ...]) -> None:
         if self._stacked:
@@ -150,27 +154,33 @@ class LocalBackend:
             await self._copy(str(self._state / "skeleton"), config["upper"])
 
     async def _copy(self, source: str, target: str) -> None:
-        await self._running().ask({"op": "copy", "source": source, "target": target}, timeout=600.0)
+        await self._running.ask({"op": "copy", "source": source, "target": target}, timeout=600.0)
 
     async def destroy(self, sandbox: str) -> None:
         """Kill it and let go of its layers."""
-        await self._running().ask({"op": "destroy", "name": sandbox})
+        await self._running.ask({"op": "destroy", "name": sandbox})
         await self._release(sandbox)
 
-    async def snapshot(self, sandbox: str) -> str:
+    async def snapshot(self, sandbox: str, shell: bytes) -> str:
         """Copy the sandbox's own directory into a new layer."""
         name = secrets.token_hex(16)
         below = self._stacks.get(sandbox, ())
         try:
             await self._copy(str(self._state / sandbox / "upper"), self._layer(name))
         except SandboxUnavailable:
-            await self._running().ask({"op": "remove", "path": self._layer(name)}, timeout=600.0)
+            await self._running.ask({"op": "remove", "path": self._layer(name)}, timeout=600.0)
             raise
         self._hold(name, (name, *below) if self._stacked else (name,))
+        self._shells[name] = shell
         return name
+
+    def shell_state(self, snapshot: str) -> bytes:
+        """What `snapshot` was given."""
+        return self._shells.get(snapshot, b"")
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot; its layers go once no sandbox needs them."""
+        self._shells.pop(snapshot, None)
         await self._release(snapshot)
 
     def _hold(self, holder: str, stack: tuple[str, ...]) -> None:
@@ -183,4 +193,4 @@ class LocalBackend:
             self._holders[layer].discard(holder)
             if not self._holders[layer]:
                 del self._holders[layer]
-                await self._running().ask({"op": "remove", "path": self._layer(layer)}, timeout=600.0)
+                await self._running.ask({"op": "remove", "path": self._layer(layer)}, timeout=600.0)

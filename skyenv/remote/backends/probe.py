@@ -51,9 +51,15 @@ class Probe:
     def limits(self) -> dict[str, str]:
         """What enforces each limit."""
         fallback = {"memory": "rlimit", "pids": "rlimit", "cpu": "affinity only", "file_size": "rlimit"}
+        fallback["freezer"] = "signals"
         fallback["disk"] = "tmpfs when disk_bytes is given" if self.mode == "root" else "not limited"
-        grouped = {name: f"cgroup v{version}" for version, _parent, names in self.cgroups for name in names}
-        return {**fallback, **grouped}
+        return fallback | grouped_by(self.cgroups)
+
+
+def grouped_by(hierarchies: Sequence[tuple[int, str, Sequence[str]]]) -> dict[str, str]:
+    """What control groups enforce or can do here."""
+    found = {name: f"cgroup v{version}" for version, _parent, names in hierarchies for name in names}
+    return {name: where for name, where in found.items() if name != "cpuacct"}
 
 
 def state_bases() -> list[Path]:

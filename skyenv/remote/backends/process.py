@@ -18,22 +18,22 @@ from typing import Any
 import anyio.to_thread
 
 from skyenv.errors import ConfigError
-from skyenv.remote.backends import launching
+from skyenv.remote.backends import Record, launching
 from skyenv.remote.backends.local import DEFAULT_ENV, spec_config
-from skyenv.remote.backends.probe import own_config, state_bases
+from skyenv.remote.backends.probe import grouped_by, own_config, state_bases
 from skyenv.remote.inside import cgroups
 from skyenv.remote.protocol import CreateRequest
 
+NOTHING_KEPT = "backend 'process' has neither images nor snapshots; use 'local'"
 WARNING = "isolates nothing: commands run as the current user and can change the whole machine"
 
 
-class ProcessBackend:
+class ProcessBackend(launching.LauncherBackend):
     """See the module."""
 
     name = "process"
 
     def __init__(self) -> None:
-        self._launcher: launching.Launcher | None = None
         self._state = Path()
         self._hierarchies: list[cgroups.Hierarchy] = []
         self._numbers = itertools.count()
@@ -61,40 +61,47 @@ class ProcessBackend:
 
     def describe(self) -> dict[str, Any]:
         """That nothing is isolated, and which limits hold."""
-        grouped = {name: f"cgroup v{each.version}" for each in self._hierarchies for name in each.controllers}
         fallback = {"memory": "rlimit", "pids": "not limited", "cpu": "affinity only", "file_size": "rlimit"}
+        fallback["freezer"] = "signals"
         return {
             "backend": self.name,
             "isolated": False,
             "mode": None,
             "overlay": False,
-            "limits": {**fallback, **grouped},
+            "limits": fallback | grouped_by(self._hierarchies),
             "notes": [WARNING],
         }
 
-    def _running(self) -> launching.Launcher:
-        if self._launcher is None:
-            raise ConfigError("the backend is not open")
-        return self._launcher
+    def images(self) -> list[str]:
+        """None: every sandbox shows this machine."""
+        return []
 
-    async def create(self, sandbox: str, request: CreateRequest) -> socket.socket:
+    async def pull(self, image: str) -> None:
+        """Not possible: ConfigError."""
+        raise ConfigError(NOTHING_KEPT)
+
+    async def create(self, sandbox: str, request: CreateRequest, record: Record) -> socket.socket:
         """Fork an init. ConfigError for an image or a snapshot."""
         if request.image is not None or request.snapshot is not None:
-            raise ConfigError("backend 'process' has neither images nor snapshots; use 'local'")
+            raise ConfigError(NOTHING_KEPT)
         if request.spec.disk_bytes is not None:
             raise ConfigError("disk_bytes: backend 'process' cannot limit it; leave it out")
         top = self._state / sandbox
         config = own_config(self._state, sandbox, False) | spec_config(request.spec)
         config |= {"number": next(self._numbers), "home": f"{top}/upper", "run_dir": f"{top}/work"}
-        return await self._running().create(config)
+        return await self._running.create(config, record)
 
     async def destroy(self, sandbox: str) -> None:
         """Kill it with everything that it started."""
-        await self._running().ask({"op": "destroy", "name": sandbox})
+        await self._running.ask({"op": "destroy", "name": sandbox})
 
-    async def snapshot(self, sandbox: str) -> str:
+    async def snapshot(self, sandbox: str, shell: bytes) -> str:
         """Not possible: ConfigError."""
-        raise ConfigError("backend 'process' keeps no snapshots; use 'local'")
+        raise ConfigError(NOTHING_KEPT)
+
+    def shell_state(self, snapshot: str) -> bytes:
+        """There is none."""
+        return b""
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Nothing to forget."""

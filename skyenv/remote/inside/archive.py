@@ -7,11 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 import tarfile
 from collections.abc import Collection
 from typing import IO
+
+
+class Counted(io.BufferedReader):
+    """A descriptor to read from, which stays open, and how much was read."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(io.FileIO(descriptor, closefd=False))
+        self.count = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """See `io.BufferedReader.read`."""
+        data = super().read(size)
+        self.count += len(data)
+        return data
 
 
 def pack(path: str, exclude: Collection[str], out: IO[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Control groups, versions 1 and 2: which limits can be set here, and setting them.
+"""Control groups, versions 1 and 2: which limits can be set here, setting them, counting and freezing.
 
 `find` looks for directories in which this process may create groups. A `Group` is the set of directories (one for
 each hierarchy) of one sandbox; whoever made it removes it once nothing runs in it.
@@ -11,7 +11,9 @@ import math
 import os
 from typing import NamedTuple
 
-CONTROLLERS = ("memory", "pids", "cpu")
+LIMITING = ("memory", "pids", "cpu")
+CONTROLLERS = (*LIMITING, "cpuacct", "freezer")
+BUILT_IN = ("cpuacct", "freezer")  # every group of version 2 counts processor time and can be frozen
 PERIOD = 100_000  # microseconds
 RECORD = "cgroups.json"  # in a state directory: where its groups are, for whoever must clean up
 
@@ -47,7 +49,7 @@ def find(proc: str = "/proc/self") -> list[Hierarchy]:
             for path in _upwards(own.get("", "/"), mount_root, mount_point):
                 names = _enable(path)
                 if names and _can_create(path):
-                    found.append(Hierarchy(2, path, names))
+                    found.append(Hierarchy(2, path, (*names, *BUILT_IN)))
                     break
     taken: set[str] = set()
     unique = []
@@ -100,12 +102,12 @@ def _can_create(parent: str) -> bool:
 def _enable(path: str) -> tuple[str, ...]:
     """Which controllers children of a version 2 group have, after asking for those that are missing."""
     offered, control = _read(f"{path}/cgroup.controllers").split(), f"{path}/cgroup.subtree_control"
-    for name in CONTROLLERS:
+    for name in LIMITING:
         if name in offered and name not in _read(control).split():
             with contextlib.suppress(OSError):
                 _write(control, f"+{name}")
     enabled = _read(control).split()
-    return tuple(name for name in CONTROLLERS if name in enabled)
+    return tuple(name for name in LIMITING if name in enabled)
 
 
 def _read(path: str) -> str:
@@ -119,10 +121,21 @@ def _write(path: str, value: str) -> None:
         file.write(value)
 
 
+def _table(path: str) -> dict[str, int]:
+    """A file of names and whole numbers."""
+    pairs = [line.split() for line in _read(path).splitlines()]
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
 class Group(NamedTuple):
     """The groups of one sandbox, one directory in each hierarchy."""
 
     directories: tuple[tuple[Hierarchy, str], ...]
+
+    @staticmethod
+    def of(hierarchies: list[Hierarchy], name: str) -> Group:
+        """The groups called `name`, whether they exist or not."""
+        return Group(tuple((each, f"{each.parent}/{name}") for each in hierarchies))
 
     @staticmethod
     def create(hierarchies: list[Hierarchy], name: str, limits: Limits) -> Group:
@@ -154,6 +167,62 @@ class Group(NamedTuple):
                 name = "memory.events" if hierarchy.version == 2 else "memory.oom_control"
                 return os.open(f"{path}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         return None
+
+    def _having(self, controller: str) -> tuple[int, str] | None:
+        """Version and directory of the group with this controller."""
+        for hierarchy, path in self.directories:
+            if controller in hierarchy.controllers:
+                return hierarchy.version, path
+        return None
+
+    def freeze(self, wanted: bool) -> bool | None:
+        """Stop everything inside, or let it go on. False: not all has stopped yet, ask again; None: no freezer."""
+        found = self._having("freezer")
+        if found is None:
+            return None
+        version, path = found
+        if version == 2:
+            _write(f"{path}/cgroup.freeze", "1" if wanted else "0")
+            return f"frozen {int(wanted)}\n" in _read(f"{path}/cgroup.events")
+        _write(f"{path}/freezer.state", "FROZEN" if wanted else "THAWED")
+        return _read(f"{path}/freezer.state").strip() == ("FROZEN" if wanted else "THAWED")
+
+    def usage(self) -> dict[str, int | float]:
+        """What the group uses now, as far as something counts it: bytes, seconds, numbers. See `backends.Stats`."""
+        return {**self._memory(), **self._processes(), **self._processor()}
+
+    def _memory(self) -> dict[str, int | float]:
+        """Without the file cache that the kernel would drop at once."""
+        found = self._having("memory")
+        if found is None:
+            return {}
+        version, path = found
+        table = _table(f"{path}/memory.stat")
+        used, cache = ("memory.current", "inactive_file")
+        kills = _table(f"{path}/memory.events")
+        if version == 1:
+            used, cache = "memory.usage_in_bytes", "total_inactive_file"
+            kills = _table(f"{path}/memory.oom_control")
+        text = _read(f"{path}/{used}")
+        if not text:
+            return {}
+        return {"memory_bytes": max(0, int(text) - table.get(cache, 0)), "oom_kills": kills.get("oom_kill", 0)}
+
+    def _processes(self) -> dict[str, int | float]:
+        found = self._having("pids")
+        text = _read(f"{found[1]}/pids.current") if found else ""
+        return {"pids": int(text)} if text else {}
+
+    def _processor(self) -> dict[str, int | float]:
+        found = self._having("cpuacct")
+        if found is None:
+            return {}
+        version, path = found
+        if version == 2:
+            micros = _table(f"{path}/cpu.stat").get("usage_usec")
+            return {} if micros is None else {"cpu_seconds": micros / 1e6}
+        text = _read(f"{path}/cpuacct.usage")
+        return {"cpu_seconds": int(text) / 1e9} if text else {}
 
     def remove(self) -> bool:
         """Remove the directories; False while something still runs inside one of them."""

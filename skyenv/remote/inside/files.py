@@ -22,6 +22,13 @@ class Conflict(OSError):
     """The file holds other bytes than the writer expected."""
 
 
+class Cut(OSError):
+    """The node went away while it fed data in: nobody's fault inside, and no answer to keep."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.EIO, "the node went away before all of the data had come", path)
+
+
 def checked(path: str) -> str:
     """`path` if it can name something: absolute and without NUL."""
     if not path.startswith("/") or "\0" in path:

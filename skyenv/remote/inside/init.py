@@ -1,7 +1,9 @@
 """Process 1 of a sandbox: a small loop that holds the shell, reaps orphans and answers the node.
 
-It owns the control socket; when the node goes away the socket ends, and so do this process and, with its namespace,
-everything else. Long file work happens in forked children that stream through a pipe which the node handed over.
+It lives as long as its lifeline, a socket to the launcher; then it ends and, with its namespace, everything else. The
+control socket to a node may end before: what runs goes on, its answer is kept under its key, and the next control
+socket comes over the lifeline. Long file work happens in forked children that stream through a pipe which the node
+handed over.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from functools import partial
 from typing import Any, NoReturn
 
 from . import archive, files, kernel, processes
-from .files import Conflict
+from .calls import Calls
+from .command import Reply
+from .files import Conflict, Cut
 from .shell import Shell
 from .wire import Connection, Frame
 
@@ -29,43 +33,53 @@ REPORT = 1 << 15
 class Init:
     """The loop and the requests it understands. One instance, one sandbox, one thread."""
 
-    def __init__(self, sock: socket.socket, config: dict[str, Any], oom_counter: int | None) -> None:
-        self.connection = Connection(sock)
+    def __init__(
+        self, control: socket.socket, lifeline: socket.socket, config: dict[str, Any], oom_counter: int | None
+    ) -> None:
+        self.control: Connection | None = Connection(control)
+        self.lifeline = lifeline
+        self.calls = Calls()
         self.poller = select.poll()
         self.shell = Shell(config, self.poller, oom_counter)
-        self.jobs: dict[int, tuple[int, int]] = {}
+        self.jobs: dict[int, tuple[Reply, int]] = {}
         self.shell.helpers = self.jobs.keys()
         self.frozen: set[int] = set()
+        self.streams: list[int] = []
+        self.begun = False
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
+        lifeline.setblocking(False)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.poller.register(self._wake, select.POLLIN)
-        self.operations: dict[str, Callable[[int, dict[str, Any], bytes], None]] = {
+        self.poller.register(lifeline, select.POLLIN)
+        self.operations: dict[str, Callable[[Reply, dict[str, Any], bytes], None]] = {
             "begin": self._begin,
+            "status": self._status,
+            "follow": self._follow,
             "exec": self._exec,
             "poll": self._poll,
             "interrupt": self._interrupt,
             "input": self._input,
             "kill": self._kill,
-            "stat": lambda n, h, _p: self._reply(n, {"info": files.status(h["path"])}),
-            "list": lambda n, h, _p: self._reply(n, {"entries": files.list_dir(h["path"], h["depth"])}),
+            "stat": lambda reply, h, _p: reply({"info": files.status(h["path"])}, b""),
+            "list": lambda reply, h, _p: reply({"entries": files.list_dir(h["path"], h["depth"])}, b""),
             "remove": self._remove,
             "read": self._read,
             "write": self._write,
             "pack": self._pack,
             "unpack": self._unpack,
-            "freeze": self._freeze,
-            "thaw": self._thaw,
         }
 
     def run(self) -> None:
-        """Serve until the node hangs up."""
+        """Serve until the lifeline ends."""
         while True:
-            events = select.POLLIN | (select.POLLOUT if self.connection.pending else 0)
-            self.poller.register(self.connection.fileno(), events)
+            control = self.control
+            if control is not None:
+                events = select.POLLIN | (select.POLLOUT if control.pending else 0)
+                self.poller.register(control.fileno(), events)
             wait = self.shell.next_event()
             ready = dict(self.poller.poll(None if wait is None else wait * 1000 + 1))
             for fd in [fd for fd in ready if fd in self.shell.readers]:
@@ -73,11 +87,43 @@ class Init:
                     self.shell.readers[fd]()
             if self._wake in ready:
                 self._reap()
-            if self.connection.fileno() in ready:
-                for frame in self.connection.receive():
-                    self._dispatch(frame)
+            if control is not None and control.fileno() in ready:
+                self._serve(control)
+            if self.lifeline.fileno() in ready:
+                self._listen()
             self.shell.tick()
-            self.connection.flush()
+            if self.control is not None:
+                with contextlib.suppress(OSError):  # the end of the socket tells the rest
+                    self.control.flush()
+
+    def _serve(self, control: Connection) -> None:
+        try:
+            for frame in control.receive():
+                self._dispatch(control, frame)
+        except EOFError:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self.control is not None:
+            self.poller.unregister(self.control.fileno())
+            self.control.close()
+            self.control = None
+
+    def _listen(self) -> None:
+        """What the launcher says over the lifeline. EOFError when it has ended."""
+        word, fds, _flags, _address = socket.recv_fds(self.lifeline, 16, 1)
+        if not word:
+            raise EOFError
+        if fds:
+            self._hang_up()
+            self.control = Connection(socket.socket(fileno=fds[0]))
+        elif word == b"f":
+            self._stop()
+            self.lifeline.send(b"f")
+        else:
+            processes.send(self.frozen, signal.SIGCONT)
+            self.frozen.clear()
+            self.lifeline.send(b"t")
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -94,76 +140,96 @@ class Init:
                 else:
                     self.shell.reaped(pid, status)
 
-    def _dispatch(self, frame: Frame) -> None:
-        number, header = frame.header["id"], frame.header
+    def _dispatch(self, control: Connection, frame: Frame) -> None:
+        """Run a request, unless its key says that it has run or is running."""
+        header = frame.header
+        reply: Reply = partial(self._reply, control, header["id"])
+        self.streams = [control.take_fd() for _number in range(header.get("fds", 0))]
+        for key in header.get("acks", ()):
+            self.calls.drop(key)
         try:
-            self.operations[header["op"]](number, header, frame.payload)
+            key = header.get("key")
+            if key is not None:
+                if not self.calls.start(key, reply):
+                    return
+                reply = partial(self.calls.finish, key)
+            self.operations[header["op"]](reply, header, frame.payload)
         except OSError as error:
-            self._fail(number, error)
+            reply({"error": describe_error(error)}, b"")
+        finally:
+            while self.streams:
+                os.close(self.streams.pop())
 
-    def _reply(self, number: int, header: dict[str, Any], payload: bytes = b"") -> None:
-        self.connection.queue({"id": number, **header}, payload)
+    def _reply(self, control: Connection, number: int, header: dict[str, Any], payload: bytes) -> None:
+        """Answer whoever asked; a node that is gone is not told."""
+        if control is self.control:
+            control.queue({"id": number, **header}, payload)
 
-    def _refuse(self, number: int, code: str, message: str) -> None:
-        self._reply(number, {"error": {"code": code, "message": message}})
+    def _begin(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
+        """The first request: the launcher is our parent now, so its death can be ours. Idempotent."""
+        if not self.begun:
+            kernel.hide_and_die_with(signal.SIGKILL)
+            self.shell.environment = header["env"]
+            self.shell.spawn()
+            self.begun = True
+        reply({}, b"")
 
-    def _fail(self, number: int, error: OSError) -> None:
-        self._reply(number, {"error": describe_error(error)})
+    def _status(self, reply: Reply, _header: dict[str, Any], _payload: bytes) -> None:
+        """Whether the sandbox was begun, and what moves in it: a command, other processes than its shell."""
+        others = processes.descendants(os.getpid(), processes.scan()) - {self.shell.pid, *self.jobs}
+        running = self.shell.running is not None or bool(self.jobs)
+        reply({"begun": self.begun, "running": running, "processes": len(others)}, b"")
 
-    def _begin(self, number: int, header: dict[str, Any], _payload: bytes) -> None:
-        """The first request: the launcher is our parent now, so its death can be ours."""
-        kernel.hide_and_die_with(signal.SIGKILL)
-        self.shell.environment = header["env"]
-        self.shell.spawn()
-        self._reply(number, {})
+    def _follow(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
+        """Wait for a call that was made before."""
+        if not self.calls.follow(header["call"], reply):
+            _refuse(reply, "unknown", f"no call {header['call']!r} is known")
 
-    def _exec(self, number: int, header: dict[str, Any], payload: bytes) -> None:
+    def _exec(self, reply: Reply, header: dict[str, Any], payload: bytes) -> None:
         if self.shell.running is not None:
-            self._refuse(number, "busy", "an earlier command is still running; poll or interrupt it first")
+            _refuse(reply, "busy", "an earlier command is still running; poll or interrupt it first")
             return
         try:
-            self.shell.start(header, payload, partial(self._reply, number))
+            self.shell.start(header, payload, reply)
         except OSError as error:
-            self._refuse(number, "broken", f"the sandbox cannot start a command: {error}")
+            _refuse(reply, "broken", f"the sandbox cannot start a command: {error}")
 
-    def _poll(self, number: int, header: dict[str, Any], _payload: bytes) -> None:
-        if not self.shell.poll(header["soft_timeout"], partial(self._reply, number)):
-            self._refuse(number, "idle", "no command is running")
+    def _poll(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
+        if not self.shell.poll(header["soft_timeout"], reply):
+            _refuse(reply, "idle", "no command is running")
 
-    def _interrupt(self, number: int, _header: dict[str, Any], _payload: bytes) -> None:
-        if not self.shell.interrupt(partial(self._reply, number)):
-            self._refuse(number, "idle", "no command is running")
+    def _interrupt(self, reply: Reply, _header: dict[str, Any], _payload: bytes) -> None:
+        if not self.shell.interrupt(reply):
+            _refuse(reply, "idle", "no command is running")
 
-    def _input(self, number: int, header: dict[str, Any], payload: bytes) -> None:
-        if wrong := self.shell.type(payload, header["soft_timeout"], partial(self._reply, number)):
-            self._refuse(number, "idle", wrong)
+    def _input(self, reply: Reply, header: dict[str, Any], payload: bytes) -> None:
+        if wrong := self.shell.type(payload, header["soft_timeout"], reply):
+            _refuse(reply, "idle", wrong)
 
-    def _kill(self, number: int, _header: dict[str, Any], _payload: bytes) -> None:
+    def _kill(self, reply: Reply, _header: dict[str, Any], _payload: bytes) -> None:
         self.shell.kill()
-        self._reply(number, {})
+        reply({}, b"")
 
-    def _remove(self, number: int, header: dict[str, Any], _payload: bytes) -> None:
+    def _remove(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
         files.remove(header["path"])
-        self._reply(number, {})
+        reply({}, b"")
 
-    def _read(self, number: int, header: dict[str, Any], _payload: bytes) -> None:
+    def _read(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
         path, offset, max_bytes = header["path"], header["offset"], header["max_bytes"]
         if header["streamed"]:
-            out = self.connection.take_fd()
-            self._start_job(
-                number, out, lambda: files.read_into(path, offset, max_bytes, partial(files.write_all, out))
-            )
+            out = self.streams.pop()
+            self._start_job(reply, out, lambda: files.read_into(path, offset, max_bytes, partial(files.write_all, out)))
         elif files.is_small(path, max_bytes):
             data = bytearray()
             wanted = files.INLINE if max_bytes is None else min(max_bytes, files.INLINE)
             files.read_into(path, offset, wanted + 1 if max_bytes is None else wanted, data.extend)
             large = len(data) > files.INLINE
-            self._reply(number, {"large": large}, b"" if large else bytes(data))
+            reply({"large": large}, b"" if large else bytes(data))
         else:
             files.check_regular(path)
-            self._reply(number, {"large": True})
+            reply({"large": True}, b"")
 
-    def _write(self, number: int, header: dict[str, Any], payload: bytes) -> None:
+    def _write(self, reply: Reply, header: dict[str, Any], payload: bytes) -> None:
         path, size = header["path"], header["expected_bytes"]
 
         def write(data: bytes) -> None:
@@ -173,39 +239,43 @@ class Init:
                 files.write_file(path, data[size:], data[:size])
 
         if header["streamed"]:
-            source = self.connection.take_fd()
+            source = self.streams.pop()
 
             def from_stream() -> None:
                 with os.fdopen(source, "rb", closefd=False) as stream:
                     data = stream.read()
                 if len(data) != header["size"]:
-                    raise OSError(errno.EIO, "the data ended early", path)
+                    raise Cut(path)
                 write(data)
 
-            self._start_job(number, source, from_stream)
+            self._start_job(reply, source, from_stream)
         else:
             write(payload)
-            self._reply(number, {})
+            reply({}, b"")
 
-    def _pack(self, number: int, header: dict[str, Any], _payload: bytes) -> None:
-        path, out = files.checked(header["path"]), self.connection.take_fd()
+    def _pack(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
+        path, out = files.checked(header["path"]), self.streams.pop()
 
         def pack() -> None:
             with os.fdopen(out, "wb", closefd=False) as stream:
                 archive.pack(path, header["exclude"], stream)
 
-        self._start_job(number, out, pack)
+        self._start_job(reply, out, pack)
 
-    def _unpack(self, number: int, header: dict[str, Any], _payload: bytes) -> None:
-        path, source = files.checked(header["path"]), self.connection.take_fd()
+    def _unpack(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
+        path, source = files.checked(header["path"]), self.streams.pop()
 
         def unpack() -> None:
-            with os.fdopen(source, "rb", closefd=False) as stream:
-                archive.unpack(path, stream)
+            with archive.Counted(source) as stream:
+                try:
+                    archive.unpack(path, stream)
+                finally:
+                    if stream.count < header["size"] and not stream.read(1):
+                        raise Cut(path)
 
-        self._start_job(number, source, unpack)
+        self._start_job(reply, source, unpack)
 
-    def _start_job(self, number: int, stream: int, work: Callable[[], None]) -> None:
+    def _start_job(self, reply: Reply, stream: int, work: Callable[[], None]) -> None:
         """Run `work` in a child; the reply follows when it ends. The stream is closed on this side."""
         reader, writer = os.pipe()
         try:
@@ -215,16 +285,16 @@ class Init:
         finally:
             os.close(writer)
             os.close(stream)
-        self.jobs[pid] = (number, reader)
+        self.jobs[pid] = (reply, reader)
 
-    def _job_ended(self, number: int, reader: int) -> None:
+    def _job_ended(self, reply: Reply, reader: int) -> None:
         report = os.read(reader, REPORT)
         os.close(reader)
         killed = {"error": {"code": "lost", "message": "the file operation was killed"}}
-        self._reply(number, json.loads(report) if report else killed)
+        reply(json.loads(report) if report else killed, b"")
 
-    def _freeze(self, number: int, _header: dict[str, Any], _payload: bytes) -> None:
-        """Stop everything inside (for as long as a copy of the files takes)."""
+    def _stop(self) -> None:
+        """Stop everything inside but this process, where no freezer does it."""
         me, deadline = os.getpid(), time.monotonic() + 2.0
         while time.monotonic() < deadline:
             table = processes.scan()
@@ -234,17 +304,15 @@ class Init:
             processes.send(moving, signal.SIGSTOP)
             self.frozen |= moving
             time.sleep(0.001)
-        self._reply(number, {})
 
-    def _thaw(self, number: int, _header: dict[str, Any], _payload: bytes) -> None:
-        processes.send(self.frozen, signal.SIGCONT)
-        self.frozen.clear()
-        self._reply(number, {})
+
+def _refuse(reply: Reply, code: str, message: str) -> None:
+    reply({"error": {"code": code, "message": message}}, b"")
 
 
 def describe_error(error: OSError) -> dict[str, Any]:
     """An OSError as the wire's error object."""
-    code = "conflict" if isinstance(error, Conflict) else "path"
+    code = "cut" if isinstance(error, Cut) else "conflict" if isinstance(error, Conflict) else "path"
     message = error.strerror or str(error)
     named = f"{message}: {error.filename}" if error.filename else message
     return {"code": code, "message": named, "errno": error.errno or errno.EIO}
@@ -263,11 +331,11 @@ def _work_and_exit(work: Callable[[], None], report: int) -> NoReturn:
         os._exit(0)
 
 
-def main(sock: socket.socket, config: dict[str, Any], oom_counter: int | None) -> NoReturn:
-    """Be the sandbox's init until the node hangs up, then end with everything that runs inside."""
+def main(control: socket.socket, lifeline: socket.socket, config: dict[str, Any], oom_counter: int | None) -> NoReturn:
+    """Be the sandbox's init until the lifeline ends, then end with everything that runs inside."""
     try:
         with contextlib.suppress(EOFError, ConnectionError):
-            Init(sock, config, oom_counter).run()
+            Init(control, lifeline, config, oom_counter).run()
         processes.kill_all()
     finally:
         os._exit(0)

@@ -1,8 +1,9 @@
-"""The launcher: one process per node server that forks every sandbox, buries it and cleans up after it.
+"""The launcher: one process that forks every sandbox, buries it and cleans up after it.
 
 Started as a script in a session of its own, so that Ctrl-C in the node's terminal does not reach it. It owns the
-state directory and the control groups. When the node goes away, however that happens, its socket ends: the launcher
-then kills what is left, removes everything and ends too.
+state directory, the control groups and, for each sandbox, a lifeline: a socket to its init which ends when the
+launcher does and over which the init is handed a fresh connection to a node. When the node goes away, however that
+happens, the launcher kills what is left, removes everything and ends too.
 """
 
 from __future__ import annotations
@@ -17,29 +18,46 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
-from . import enter, init, kernel, processes
+from . import children, kernel, processes
 from .cgroups import RECORD, Group, Hierarchy
 from .wire import Connection, Frame
 
 RETRY_MS = 20
+ATTACH, FREEZE, THAW = b"a", b"f", b"t"  # what an init is told over its lifeline
+
+Asker = tuple[Connection, int]
+
+
+class Held:
+    """A sandbox: its lifeline, the record that its node keeps with it, and who waits for what."""
+
+    __slots__ = ("doomed", "ended", "freezing", "frozen", "lifeline", "pid", "record", "starting")
+
+    def __init__(self, lifeline: socket.socket, record: dict[str, Any]) -> None:
+        self.lifeline = lifeline
+        self.record = record
+        self.pid = 0
+        self.starting: tuple[int, Asker] | None = None
+        self.doomed = self.frozen = False
+        self.freezing: list[Asker] = []
+        self.ended: list[Asker] = []
 
 
 class Launcher:
     """The loop. `config` holds what all sandboxes share; a create request adds what is its own."""
 
     def __init__(self, sock: socket.socket, config: dict[str, Any]) -> None:
-        self.connection = Connection(sock)
+        self.node: Connection | None = Connection(sock)
         self.config = config
         self.state: str = config["state"]
-        self.starting: dict[int, tuple[str, int, int]] = {}
+        self.hierarchies = [Hierarchy(*entry) for entry in config["cgroups"]]
+        self.held: dict[str, Held] = {}
+        self.pids: dict[int, str] = {}
+        self.burials: dict[str, tuple[Group, list[Asker]]] = {}
         self.removers: set[int] = set()
-        self.running: dict[int, str] = {}
-        self.doomed: set[str] = set()
-        self.ended: dict[str, list[int]] = {}
-        self.burials: dict[str, Group] = {}
-        self.copies: dict[int, tuple[int, int]] = {}
+        self.workers: dict[int, tuple[Asker, int]] = {}
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
@@ -49,99 +67,172 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.poller = select.poll()
         self.poller.register(self._wake, select.POLLIN)
-        self.operations: dict[str, Callable[[Frame], None]] = {
-            "ping": lambda frame: self._reply(frame.header["id"]),
+        self.operations: dict[str, Callable[[Asker, dict[str, Any]], None]] = {
+            "ping": lambda asker, _header: self._reply(asker),
             "create": self._create,
+            "attach": self._attach,
+            "note": self._note,
+            "freeze": self._freeze,
+            "stats": self._stats,
             "destroy": self._destroy,
-            "copy": lambda frame: self._child(frame, lambda: _copy(frame.header["source"], frame.header["target"])),
-            "remove": lambda frame: self._child(frame, lambda: remove_tree(frame.header["path"])),
+            "copy": lambda asker, h: self._work(asker, lambda: children.copy_tree(h["source"], h["target"])),
+            "remove": lambda asker, h: self._work(asker, lambda: children.remove_tree(h["path"])),
         }
 
     def run(self) -> None:
         """Serve until the node hangs up, then bury everything."""
-        with contextlib.suppress(EOFError, ConnectionError):
-            while True:
-                self._once()
-        for pid in self.running:
-            os.kill(pid, signal.SIGKILL)
-        self.doomed.update(name for name, _reader, _number in self.starting.values())
-        self.connection.close()
-        while self.starting or self.running or self.burials:
+        while self.node is not None:
+            self._once()
+        for held in self.held.values():
+            self._kill(held)
+        while self.held or self.burials:
             self.poller.poll(RETRY_MS)
             self._reap()
             self._bury()
-        for pid in self.copies:
+        for pid in self.workers:
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-        remove_tree(self.state)
+        children.remove_tree(self.state)
 
     def _once(self) -> None:
-        events = select.POLLIN | (select.POLLOUT if self.connection.pending else 0)
-        self.poller.register(self.connection.fileno(), events)
-        ready = dict(self.poller.poll(RETRY_MS if self.burials else None))
+        ready = self._wait()
         if self._wake in ready:
             self._reap()
-        if self.connection.fileno() in ready:
-            for frame in self.connection.receive():
-                self.operations[frame.header["op"]](frame)
+        if self.node is not None and self.node.fileno() in ready:
+            self._serve(self.node)
+        for held in [held for held in self.held.values() if held.freezing and held.lifeline.fileno() in ready]:
+            self._froze(held)
         self._bury()
-        self.connection.flush()
+        if self.node is not None:
+            with contextlib.suppress(OSError):  # the end of its socket tells the rest
+                self.node.flush()
 
-    def _reply(self, number: int, header: dict[str, Any] | None = None) -> None:
-        self.connection.queue({"id": number, **(header or {})})
+    def _wait(self) -> dict[int, int]:
+        if self.node is not None:
+            events = select.POLLIN | (select.POLLOUT if self.node.pending else 0)
+            self.poller.register(self.node.fileno(), events)
+        return dict(self.poller.poll(RETRY_MS if self.burials else None))
 
-    def _create(self, frame: Frame) -> None:
-        request = {**self.config, **frame.header}
-        name, number, control = request["name"], request["id"], self.connection.take_fd()
-        reader, writer = os.pipe()
+    def _serve(self, node: Connection) -> None:
         try:
-            prepare_directories(request)
-            pid = os.fork()
-            if not pid:
-                _become_sandbox(request, control, writer)
+            for frame in node.receive():
+                self._handle((node, frame.header["id"]), frame)
+        except EOFError:
+            self.poller.unregister(node.fileno())
+            node.close()
+            self.node = None
+
+    def _handle(self, asker: Asker, frame: Frame) -> None:
+        try:
+            self.operations[frame.header["op"]](asker, frame.header)
         except OSError as error:
+            self._reply(asker, {"error": str(error)})
+
+    def _reply(self, asker: Asker, header: dict[str, Any] | None = None) -> None:
+        """Answer whoever asked; a node that is gone is not told."""
+        connection, number = asker
+        if connection is self.node:
+            connection.queue({"id": number, **(header or {})})
+
+    def _create(self, asker: Asker, header: dict[str, Any]) -> None:
+        request, control = {**self.config, **header}, asker[0].take_fd()
+        reader, writer = os.pipe()
+        lifeline, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        lifeline.setblocking(False)
+        held = Held(lifeline, header["record"])
+        try:
+            children.prepare_directories(request)
+            held.pid = os.fork()
+            if not held.pid:
+                children.become_sandbox(request, control, theirs.fileno(), writer)
+        except OSError:
             os.close(reader)
-            self._reply(number, {"error": str(error)})
-            return
+            lifeline.close()
+            raise
         finally:
+            theirs.close()
             os.close(control)
             os.close(writer)
+        self.held[header["name"]], self.pids[held.pid] = held, header["name"]
         if self.config["isolated"]:
-            self.starting[pid] = (name, reader, number)
+            held.starting = (reader, asker)
         else:
             os.close(reader)
-            self.running[pid] = name
-            self._reply(number)
+            self._reply(asker)
 
-    def _destroy(self, frame: Frame) -> None:
-        name = frame.header["name"]
-        pids = [pid for pid, known in self.running.items() if known == name]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        starting = any(known == name for known, _reader, _number in self.starting.values())
-        if starting:
-            self.doomed.add(name)
-        if pids or starting or name in self.burials:
-            self.ended.setdefault(name, []).append(frame.header["id"])
+    def _find(self, header: dict[str, Any]) -> Held:
+        """The sandbox that a request names. OSError when it does not live."""
+        held = self.held.get(header["name"])
+        if held is None or held.starting is not None:
+            raise OSError("the sandbox is not alive")
+        return held
+
+    def _attach(self, asker: Asker, header: dict[str, Any]) -> None:
+        """Hand the sandbox's init a new control socket, in place of the one it has."""
+        control = asker[0].take_fd()
+        try:
+            socket.send_fds(self._find(header).lifeline, [ATTACH], [control])
+        finally:
+            os.close(control)
+        self._reply(asker)
+
+    def _note(self, asker: Asker, header: dict[str, Any]) -> None:
+        self._find(header).record = header["record"]
+        self._reply(asker)
+
+    def _stats(self, asker: Asker, header: dict[str, Any]) -> None:
+        self._find(header)
+        usage = Group.of(self.hierarchies, header["name"]).usage()
+        if os.path.ismount(top := f"{self.state}/{header['name']}"):
+            disk = os.statvfs(top)
+            usage["disk_bytes"] = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        self._reply(asker, {"usage": usage})
+
+    def _freeze(self, asker: Asker, header: dict[str, Any]) -> None:
+        """Freeze or thaw, by the freezer if there is one, else through the init. `done` False: ask again."""
+        held, wanted = self._find(header), header["frozen"]
+        done = Group.of(self.hierarchies, header["name"]).freeze(wanted)
+        held.frozen = wanted
+        if done is not None:
+            self._reply(asker, {"done": done})
+            return
+        held.lifeline.send(FREEZE if wanted else THAW)
+        self.poller.register(held.lifeline.fileno(), select.POLLIN)
+        held.freezing.append(asker)
+
+    def _froze(self, held: Held) -> None:
+        """An init without freezer did as it was told; what it says is only that."""
+        with contextlib.suppress(OSError):
+            held.lifeline.recv(16)
+        self.poller.unregister(held.lifeline.fileno())
+        for asker in held.freezing:
+            self._reply(asker, {"done": True})
+        held.freezing.clear()
+
+    def _destroy(self, asker: Asker, header: dict[str, Any]) -> None:
+        name = header["name"]
+        if name in self.held:
+            self._kill(self.held[name])
+            self.held[name].ended.append(asker)
+        elif name in self.burials:
+            self.burials[name][1].append(asker)
         else:
-            self._reply(frame.header["id"])
+            self._reply(asker)
 
-    def _child(self, frame: Frame, work: Callable[[], None]) -> None:
+    def _kill(self, held: Held) -> None:
+        """A sandbox that is still being set up is killed once its init is known."""
+        held.doomed = True
+        if held.starting is None:
+            os.kill(held.pid, signal.SIGKILL)
+        if held.frozen:  # version 1 lets nothing frozen die
+            Group.of(self.hierarchies, self.pids[held.pid]).freeze(False)
+
+    def _work(self, asker: Asker, work: Callable[[], None]) -> None:
         """Run slow work on files in a child and reply when it is done."""
-        reader, writer = os.pipe()
-        pid = os.fork()
-        if not pid:
-            try:
-                work()
-                os.write(writer, b"ok")
-            except OSError as error:
-                os.write(writer, str(error).encode()[:4096])
-            finally:
-                os._exit(0)
-        os.close(writer)
-        self.copies[pid] = (frame.header["id"], reader)
+        pid, reader = children.start_work(work)
+        self.workers[pid] = (asker, reader)
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -151,44 +242,51 @@ class Launcher:
                 pid, _status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     break
-                if pid in self.starting:
-                    self._entered(*self.starting.pop(pid))
-                elif pid in self.running:
-                    self._died(self.running.pop(pid))
+                if pid in self.pids:
+                    self._left(self.pids.pop(pid))
                 elif pid in self.removers:
                     self.removers.remove(pid)
-                elif pid in self.copies:
-                    number, reader = self.copies.pop(pid)
+                elif pid in self.workers:
+                    asker, reader = self.workers.pop(pid)
                     answer = os.read(reader, 4096).decode(errors="replace")
                     os.close(reader)
-                    self._reply(number, None if answer == "ok" else {"error": answer or "killed"})
+                    self._reply(asker, None if answer == "ok" else {"error": answer or "killed"})
 
-    def _entered(self, name: str, reader: int, number: int) -> None:
-        """The child that set a sandbox up is gone; its own child, if it got that far, is the sandbox's init."""
+    def _left(self, name: str) -> None:
+        """The child that set a sandbox up is gone, and its own child is the init now; or the init is gone."""
+        held = self.held[name]
+        if held.starting is None:
+            self._died(name)
+            return
+        (reader, asker), held.starting = held.starting, None
         text = os.read(reader, 64)
         os.close(reader)
         if not text:
             self._died(name)
-            self._reply(number, {"error": "the sandbox could not be set up"})
+            self._reply(asker, {"error": "the sandbox could not be set up"})
             return
-        self._reply(number)
-        self.running[int(text)] = name
-        if name in self.doomed:
-            os.kill(int(text), signal.SIGKILL)
+        held.pid = int(text)
+        self.pids[held.pid] = name
+        if held.doomed:
+            os.kill(held.pid, signal.SIGKILL)
+        self._reply(asker)
 
     def _died(self, name: str) -> None:
         """Nothing of the sandbox runs any more: remove what it leaves."""
         if not self.config["isolated"]:
             self._kill_orphans()
-        self.doomed.discard(name)
-        hierarchies = [Hierarchy(*entry) for entry in self.config["cgroups"]]
-        self.burials[name] = Group(tuple((each, f"{each.parent}/{name}") for each in hierarchies))
+        held = self.held.pop(name)
+        for asker in held.freezing:
+            self._reply(asker, {"error": "the sandbox is not alive"})
+        if held.freezing:
+            self.poller.unregister(held.lifeline.fileno())
+        held.lifeline.close()
+        self.burials[name] = (Group.of(self.hierarchies, name), held.ended)
         self._remove_later(f"{self.state}/{name}")
 
     def _kill_orphans(self) -> None:
         """Without a process namespace, what outlived its init was handed to this process."""
-        mine = {*self.starting, *self.running, *self.copies, *self.removers}
-        processes.kill_all(known=mine)
+        processes.kill_all(known={*self.pids, *self.workers, *self.removers})
 
     def _remove_later(self, path: str) -> None:
         if not os.path.isdir(path):
@@ -200,87 +298,18 @@ class Launcher:
         pid = os.fork()
         if not pid:
             try:
-                remove_tree(trash)
+                signal.set_wakeup_fd(-1)
+                kernel.close_all_but()
+                children.remove_tree(trash)
             finally:
                 os._exit(0)
         self.removers.add(pid)
 
     def _bury(self) -> None:
-        for name in [name for name, group in self.burials.items() if group.remove()]:
-            del self.burials[name]
-            for number in self.ended.pop(name, ()):
-                self._reply(number)
-
-
-def _become_sandbox(request: dict[str, Any], control: int, report: int) -> NoReturn:
-    """In a fresh child of the launcher; process 1 or the child itself turns into the init, the other one leaves."""
-    sock = socket.socket(fileno=os.dup(control))
-    try:
-        signal.set_wakeup_fd(-1)
-        kernel.close_all_but(sock.fileno(), report)
-        os.umask(0)
-        try:
-            if request["isolated"]:
-                enter.start(request, report, lambda counter: _run_init(sock, request, counter))
-            else:
-                _start_plain(request, sock)
-        except OSError as error:
-            connection = Connection(sock)
-            connection.queue({"id": 0, "error": str(error)})
-            connection.flush()
-    finally:
-        os._exit(1)
-
-
-def _start_plain(request: dict[str, Any], sock: socket.socket) -> NoReturn:
-    """The same init without any isolation; orphans are handed to it because it is a subreaper."""
-    counter = enter.join_group(request)
-    enter.set_affinity(request)
-    enter.set_rlimits(request)
-    os.setsid()
-    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    _run_init(sock, request, counter)
-
-
-def _run_init(sock: socket.socket, request: dict[str, Any], counter: int | None) -> NoReturn:
-    os.chdir("/")
-    os.umask(0o022)
-    kernel.rename_process("skyenv-init")
-    init.main(sock, request, counter)
-
-
-def prepare_directories(request: dict[str, Any]) -> None:
-    """Make the sandbox's own directories; the top one belongs to the sandbox's root user."""
-    top = f"{request['state']}/{request['name']}"
-    if request["disk_bytes"] is not None:
-        os.makedirs(top)
-        kernel.mount("tmpfs", top, "tmpfs", kernel.MS_NODEV, f"mode=700,size={request['disk_bytes']}")
-    for name in ("upper", "work", "root"):
-        os.makedirs(f"{top}/{name}", exist_ok=True)
-    if request["base_uid"] is not None:
-        os.chown(f"{top}/upper", request["base_uid"], request["base_uid"])
-    os.chmod(f"{top}/upper", 0o755)
-
-
-def remove_tree(path: str) -> None:
-    """Remove a tree of any depth and whatever its modes; symlinks are not followed. Missing is fine."""
-    if _run("rm", "-rf", "--", path):
-        _run("chmod", "-R", "u+rwx", "--", path)
-        if _run("rm", "-rf", "--", path):
-            raise OSError(f"rm -rf {path} failed")
-
-
-def _run(*command: str) -> int:
-    return os.spawnvp(os.P_WAIT, command[0], command)
-
-
-def _copy(source: str, target: str) -> None:
-    """Copy a tree with everything that an overlay needs: whiteouts, extended attributes, hard links, times."""
-    if os.path.isdir(source):
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        status = _run("cp", "-a", "--reflink=auto", "-T", "--", source, target)
-        if status:
-            raise OSError(f"cp -a {source} {target} ended with status {status}")
+        for name in [name for name, (group, _askers) in self.burials.items() if group.remove()]:
+            _group, askers = self.burials.pop(name)
+            for asker in askers:
+                self._reply(asker)
 
 
 def become_user(uid: int | None) -> None:
@@ -304,7 +333,7 @@ def main() -> None:
     lock = os.open(f"{config['state']}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open(f"{config['state']}/{RECORD}", "w") as file:
-        json.dump([parent for _version, parent, _names in config["cgroups"]], file)
+        json.dump(config["cgroups"], file)
     gc.collect()
     gc.freeze()
     gc.disable()

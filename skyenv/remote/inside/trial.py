@@ -13,7 +13,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from . import cgroups, enter, kernel, launcher
+from . import cgroups, children, enter, kernel, launcher
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     launcher.become_user(config["run_as"])
     config["cgroups"] = cgroups.find()
     try:
-        launcher.prepare_directories(config)
+        children.prepare_directories(config)
         error = _try_once(config)
     except OSError as failure:
         error = str(failure)
@@ -39,8 +39,7 @@ def _try_once(config: dict[str, Any]) -> str | None:
         while True:
             os.waitpid(-1, 0)
     answer = ours.recv(4096).decode(errors="replace")
-    hierarchies = [cgroups.Hierarchy(*entry) for entry in config["cgroups"]]
-    group = cgroups.Group(tuple((each, f"{each.parent}/{config['name']}") for each in hierarchies))
+    group = cgroups.Group.of([cgroups.Hierarchy(*entry) for entry in config["cgroups"]], config["name"])
     deadline = time.monotonic() + 2.0
     while not group.remove() and time.monotonic() < deadline:
         time.sleep(0.005)

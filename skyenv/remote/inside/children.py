@@ -1,0 +1,101 @@
+"""What the launcher's forked children do: become a sandbox, or work on files and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from . import enter, init, kernel
+from .wire import Connection
+
+
+def become_sandbox(request: dict[str, Any], control: int, lifeline: int, report: int) -> NoReturn:
+    """In a fresh child of the launcher; process 1 or the child itself turns into the init, the other one leaves."""
+    sock, line = socket.socket(fileno=os.dup(control)), socket.socket(fileno=os.dup(lifeline))
+    try:
+        signal.set_wakeup_fd(-1)
+        kernel.close_all_but(sock.fileno(), line.fileno(), report)
+        os.umask(0)
+        try:
+            if request["isolated"]:
+                enter.start(request, report, lambda counter: _run_init(sock, line, request, counter))
+            else:
+                _start_plain(request, sock, line)
+        except OSError as error:
+            connection = Connection(sock)
+            connection.queue({"id": 0, "error": str(error)})
+            connection.flush()
+    finally:
+        os._exit(1)
+
+
+def _start_plain(request: dict[str, Any], sock: socket.socket, line: socket.socket) -> NoReturn:
+    """The same init without any isolation; orphans are handed to it because it is a subreaper."""
+    counter = enter.join_group(request)
+    enter.set_affinity(request)
+    enter.set_rlimits(request)
+    os.setsid()
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    _run_init(sock, line, request, counter)
+
+
+def _run_init(sock: socket.socket, line: socket.socket, request: dict[str, Any], counter: int | None) -> NoReturn:
+    os.chdir("/")
+    os.umask(0o022)
+    kernel.rename_process("skyenv-init")
+    init.main(sock, line, request, counter)
+
+
+def prepare_directories(request: dict[str, Any]) -> None:
+    """Make the sandbox's own directories; the top one belongs to the sandbox's root user."""
+    top = f"{request['state']}/{request['name']}"
+    if request["disk_bytes"] is not None:
+        os.makedirs(top)
+        kernel.mount("tmpfs", top, "tmpfs", kernel.MS_NODEV, f"mode=700,size={request['disk_bytes']}")
+    for name in ("upper", "work", "root"):
+        os.makedirs(f"{top}/{name}", exist_ok=True)
+    if request["base_uid"] is not None:
+        os.chown(f"{top}/upper", request["base_uid"], request["base_uid"])
+    os.chmod(f"{top}/upper", 0o755)
+
+
+def start_work(work: Callable[[], None]) -> tuple[int, int]:
+    """Run slow work on files in a child. Its pid, and a pipe that tells "ok" or what went wrong."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.set_wakeup_fd(-1)
+            kernel.close_all_but(writer)
+            work()
+            os.write(writer, b"ok")
+        except OSError as error:
+            os.write(writer, str(error).encode()[:4096])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    return pid, reader
+
+
+def remove_tree(path: str) -> None:
+    """Remove a tree of any depth and whatever its modes; symlinks are not followed. Missing is fine."""
+    if _run("rm", "-rf", "--", path):
+        _run("chmod", "-R", "u+rwx", "--", path)
+        if _run("rm", "-rf", "--", path):
+            raise OSError(f"rm -rf {path} failed")
+
+
+def copy_tree(source: str, target: str) -> None:
+    """Copy a tree with everything that an overlay needs: whiteouts, extended attributes, hard links, times."""
+    if os.path.isdir(source):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        status = _run("cp", "-a", "--reflink=auto", "-T", "--", source, target)
+        if status:
+            raise OSError(f"cp -a {source} {target} ended with status {status}")
+
+
+def _run(*command: str) -> int:
+    return os.spawnvp(os.P_WAIT, command[0], command)
