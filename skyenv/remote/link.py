@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 from anyio.abc import ByteStream
 
-from skyenv.errors import SandboxError, SandboxLost, SandboxUnavailable
+from skyenv.errors import SandboxError, SandboxLost, SandboxUnavailable, boundary
 from skyenv.remote.channel import Channel
 from skyenv.remote.inside.bridge import COUNT, HELLO, Bridge, Messages, StreamError, message
 from skyenv.remote.inside.keeper import EPOCH_BYTES, PING_EVERY, SILENCE
@@ -107,10 +107,11 @@ class Link:
         pause, since = RETRY_FIRST, anyio.current_time()
         while self.lost is None and not self._bridge.ended:
             try:
-                async with self._line.open() as stream:
-                    await self._converse(stream)
-            except (SandboxError, OSError, StreamError, anyio.EndOfStream, anyio.BrokenResourceError) as error:
-                trouble = str(error) or type(error).__name__
+                with boundary(SandboxUnavailable, "the line broke"):
+                    async with self._line.open() as stream:
+                        await self._converse(stream)
+            except SandboxError as error:
+                trouble = str(error)
             else:
                 trouble = "the stream ended"
             if self._bridge.connected:

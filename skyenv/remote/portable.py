@@ -43,22 +43,22 @@ def command(module: str, *arguments: str, home: str = HOME) -> list[str]:
 
 def build(target: Path) -> None:
     """Make the directory `target`. ConfigError when this interpreter cannot be copied (not Linux, not dynamic)."""
-    program = Path(os.path.realpath(sys._base_executable))
+    program = Path(os.path.realpath(sys.executable))
     loader = _loader(program)
     modules = _modules(program)
     extensions = [Path(path) for _name, path in modules if path.endswith(".so")]
     target.mkdir(parents=True)
     _copy(program, target / "bin/python3", 0o755)
     _copy(loader, target / "lib/loader", 0o755)
-    for name, path in sorted(_libraries(loader, [program, *extensions]).items()):
-        _copy(path, target / "lib" / name, 0o644)
-    library = target / f"lib/python{sys.version_info.major}.{sys.version_info.minor}"
-    (library / "lib-dynload").mkdir(parents=True)
+    for library, place in sorted(_libraries(loader, [program, *extensions]).items()):
+        _copy(place, target / "lib" / library, 0o644)
+    standard = target / f"lib/python{sys.version_info.major}.{sys.version_info.minor}"
+    (standard / "lib-dynload").mkdir(parents=True)
     for name, path in modules:
         if path.endswith(".so"):
-            _copy(Path(path), library / "lib-dynload" / Path(path).name, 0o644)
+            _copy(Path(path), standard / "lib-dynload" / Path(path).name, 0o644)
         elif not name.startswith("inside"):
-            _compile(Path(path), library / _place(name, path), f"<{name}>")
+            _compile(Path(path), standard / _place(name, path), f"<{name}>")
     for source in sorted((Path(__file__).parent / "inside").glob("*.py")):
         _compile(source, target / "code/inside" / source.name, f"inside/{source.name}")
 

@@ -288,12 +288,12 @@ async def connect(namespace: str | None) -> AsyncIterator[Cluster]:
     try:
         own = await anyio.to_thread.run_sync(_own_namespace)
         if own is not None:
-            config.load_incluster_config(client_configuration=settings)
+            config.load_incluster_config(client_configuration=settings)  # type: ignore[no-untyped-call]
             default = own
         else:
             await config.load_kube_config(client_configuration=settings)
             _contexts, active = config.list_kube_config_contexts()
-            default = active["context"].get("namespace", "default")
+            default = str((active or {}).get("context", {}).get("namespace", "default"))
     except config.ConfigException as error:
         raise ConfigError(f"no Kubernetes cluster is configured (KUBECONFIG): {error}") from error
     async with client.ApiClient(settings) as api:

@@ -41,6 +41,7 @@ SWEEP_EVERY = 30.0
 MEET_TIMEOUT = 30.0
 COPY_TIMEOUT = 600.0
 CLOSE_TIMEOUT = 15.0
+END_TIMEOUT = 1.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -275,8 +276,9 @@ class KubernetesBackend:
         """A new line to a living sandbox; an earlier one ends."""
         name = self._pods.get(sandbox)
         pod = self._api.pods.get(name) if name else None
-        if name is None or pod is None or (ended := pods.obituary(pod)):
-            raise SandboxLost(ended if pod and name else "the pod was deleted")
+        ended = pods.obituary(pod)
+        if name is None or pod is None or ended is not None:
+            raise SandboxLost(ended or "the pod was deleted")
         if (old := self._links.pop(sandbox, None)) is not None:
             old.close("another line took over")
         annotations = pod["metadata"]["annotations"]
@@ -311,7 +313,7 @@ class KubernetesBackend:
         """Delete the pod with no grace; what a claim brought goes with the claim."""
         link = self._links.pop(sandbox, None)
         if link is not None:
-            link.close("the sandbox was deleted")
+            await _let_end(link)
         name = self._pods.pop(sandbox, None)
         self._env.pop(sandbox, None)
         if self._claims is not None:
@@ -371,6 +373,16 @@ class KubernetesBackend:
                 await link.ask("restore", (reader,), timeout=COPY_TIMEOUT)
         finally:
             os.close(reader)
+
+
+async def _let_end(link: Link) -> None:
+    """A container that ends by itself is gone before the kubelet, which gives it seconds, would kill it."""
+    try:
+        await link.ask("end", timeout=END_TIMEOUT)
+    except SandboxError:
+        pass
+    finally:
+        link.close("the sandbox was deleted")
 
 
 async def _save(reader: int, file: anyio.AsyncFile[bytes], saved: anyio.Event) -> None:

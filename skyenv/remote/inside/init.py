@@ -281,6 +281,7 @@ class Init:
         try:
             pid = os.fork()
             if not pid:
+                kernel.close_all_but(stream, writer)
                 _work_and_exit(work, writer)
         finally:
             os.close(writer)

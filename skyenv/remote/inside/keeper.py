@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import select
@@ -35,6 +36,7 @@ SILENCE = 60.0
 PING_EVERY = 15.0
 CHUNK = 1 << 16
 LIFELINE_TIMEOUT = 3.0
+LAST_WORDS = 0.05
 _OURS = ("SKYENV_", "KUBERNETES_", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
 
@@ -70,13 +72,14 @@ class Keeper:
         self.line: Line | None = None
         self.strangers: list[Line] = []
         self.left = self.pinged = time.monotonic()
+        self.leaving = math.inf
         self.reports: dict[int, int] = {}
         self.operations: dict[str, Callable[[int, dict[str, Any]], dict[str, Any] | None]] = {
             "environ": lambda _n, _h: {"env": self.image_env},
             "stats": lambda _n, _h: stats(),
             "stop": lambda _n, _h: self._tell(b"f"),
             "go": lambda _n, _h: self._tell(b"t"),
-            "end": lambda _n, _h: self.lifeline.close() or {},
+            "end": lambda _n, _h: self._end(),
             "capture": lambda number, _h: self._start(number, "capture", str(self.started)),
             "restore": lambda number, _h: self._start(number, "restore", str(self.started)),
         }
@@ -88,7 +91,8 @@ class Keeper:
         self.lifeline.close()
 
     def _is_left(self) -> bool:
-        return self.line is None and time.monotonic() - self.left > self.patience
+        now = time.monotonic()
+        return now > self.leaving or (self.line is None and now - self.left > self.patience)
 
     def _wait(self) -> dict[int, int]:
         poller = select.poll()
@@ -102,7 +106,7 @@ class Keeper:
             poller.register(self.service.fileno(), select.POLLIN | (select.POLLOUT if self.service.pending else 0))
         for reader in self.reports:
             poller.register(reader, select.POLLIN)
-        return dict(poller.poll(1000))
+        return dict(poller.poll(1000 if self.leaving == math.inf else 10))
 
     def _once(self, ready: dict[int, int]) -> None:
         if self.listener.fileno() in ready:
@@ -231,6 +235,11 @@ class Keeper:
         except (EOFError, OSError):
             service.close()
             self.service = None
+
+    def _end(self) -> dict[str, Any]:
+        """Let go soon, once the answer is on its way."""
+        self.patience, self.leaving = 0.0, time.monotonic() + LAST_WORDS
+        return {}
 
     def _tell(self, word: bytes) -> dict[str, Any]:
         self.lifeline.send(word)
