@@ -16,8 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install
 	$(BIN)/sky_trainer demo $(ARGS)
 
+# Tests that need a service run where it can be had; .ci/services says which are left out. SERVICES=--all: that is an error.
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	.ci/services $(SERVICES) $(BIN)/python -m pytest $(ARGS)
 
 check: install
 	$(BIN)/ruff format --check .

@@ -1,24 +1,25 @@
 """Evaluate a policy on a task set: k samples a task through the pipeline, and what they came to.
 
 The engine, its pool and the sandboxes are open only inside `evaluate`. Every sample counts: one that infrastructure
-spoiled is listed under its failure's kind and is not resolved.
+spoiled is listed under its failure's kind, is not resolved, and is run again when the evaluation is continued.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import anyio
 
 import skyenv
 from sky_trainer.assembly import make_format, make_pipeline, make_renderer, with_scripts
 from sky_trainer.config import EnvConfig, RolloutConfig, SandboxConfig
+from sky_trainer.evaluated import append_sample, read_samples
 from sky_trainer.policies import empty_script, gold_script, read_scripts
 from skyenv.core import Engine, SandboxProvider
 from skyenv.engines.openai import OpenAIEngine
@@ -27,7 +28,6 @@ from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import ConfigError
 from skyenv.formats import NativeFormat
 from skyenv.renderer import ByteTokenizer, Renderer
-from skyenv.trajectory_io import append_trajectories
 from skyenv.types import Trajectory
 from skyenv.vector.pipeline import RolloutPipeline
 
@@ -57,7 +57,10 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """Everything that an evaluation needs. `seed` is the hf policy's; `out` is a file for the transcripts."""
+    """Everything that an evaluation needs. `seed` is the hf policy's.
+
+    `out` is a file for the transcripts; samples of the same evaluation in it are not run again unless `fresh`.
+    """
 
     tasks: Sequence[SweTask]
     policy: Policy
@@ -67,28 +70,56 @@ class EvalPlan:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     seed: int = 0
     out: Path | None = None
+    fresh: bool = False
+
+    @property
+    def mark(self) -> str:
+        """Names policy and settings, whatever the tasks and the number of samples."""
+        settings = [self.policy, self.env, dataclasses.replace(self.rollout, concurrency=1), self.seed]
+        return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
-async def evaluate(plan: EvalPlan, on_trajectory: Callable[[Trajectory], None]) -> dict[str, Any]:
-    """Run the plan; `on_trajectory` hears of each sample as it ends. Raises SkyEnvError when too much fails."""
-    every: list[Trajectory] = []
-    async with AsyncExitStack() as stack:
-        provider = await stack.enter_async_context(skyenv.connect(plan.sandbox.url, plan.sandbox.token))
-        pipeline = await _open_pipeline(plan, provider, stack)
-        run = await stack.enter_async_context(pipeline.run(plan.tasks, plan.samples))
-        async for trajectory in run:
-            every.append(trajectory)
-            on_trajectory(trajectory)
-            if plan.out is not None:
-                await _record(plan.out, trajectory)
-    return scores(every, plan.samples)
+async def evaluate(plan: EvalPlan, on_trajectory: Callable[[Trajectory], None]) -> list[Trajectory]:
+    """Run what `plan.out` does not hold yet and return every sample, in the order of tasks and samples.
+
+    `on_trajectory` hears of each sample as it ends. Raises SkyEnvError when too much fails.
+    """
+    done = await anyio.to_thread.run_sync(kept_samples, plan)
+    every = {(sample.task_id, sample.sample_index): sample for sample in done}
+    work = missing_samples(plan, every)
+    if work:
+        async with AsyncExitStack() as stack:
+            provider = await stack.enter_async_context(skyenv.connect(plan.sandbox.url, plan.sandbox.token))
+            pipeline = await _open_pipeline(plan, provider, stack)
+            for samples, tasks in work:
+                run = await stack.enter_async_context(pipeline.run(tasks, len(samples)))
+                async for trajectory in run:
+                    sample = dataclasses.replace(trajectory, sample_index=samples[trajectory.sample_index])
+                    every[sample.task_id, sample.sample_index] = sample
+                    on_trajectory(sample)
+                    if plan.out is not None:
+                        await anyio.to_thread.run_sync(append_sample, plan.out, sample, plan.mark)
+    order = {task.task_id: place for place, task in enumerate(plan.tasks)}
+    return sorted(every.values(), key=lambda sample: (order[sample.task_id], sample.sample_index))
 
 
-async def _record(path: Path, trajectory: Trajectory) -> None:
-    try:
-        await anyio.to_thread.run_sync(append_trajectories, path, [trajectory])
-    except OSError as error:
-        raise ConfigError(f"--out {path}: {error.strerror}") from error
+def kept_samples(plan: EvalPlan) -> list[Trajectory]:
+    """The samples of this very evaluation that `plan.out` holds from an earlier run."""
+    if plan.out is None or plan.fresh or not plan.out.exists():
+        return []
+    ids = {task.task_id for task in plan.tasks}
+    samples = read_samples(plan.out, plan.mark)
+    return [s for s in samples if s.failure is None and s.task_id in ids and s.sample_index < plan.samples]
+
+
+def missing_samples(plan: EvalPlan, done: Container[tuple[str, int]]) -> list[tuple[tuple[int, ...], list[SweTask]]]:
+    """What is left to do: tasks by the sample indices that they lack."""
+    work: dict[tuple[int, ...], list[SweTask]] = {}
+    for task in plan.tasks:
+        lacking = tuple(index for index in range(plan.samples) if (task.task_id, index) not in done)
+        if lacking:
+            work.setdefault(lacking, []).append(task)
+    return list(work.items())
 
 
 async def _open_pipeline(plan: EvalPlan, provider: SandboxProvider, stack: AsyncExitStack) -> RolloutPipeline:
@@ -147,20 +178,3 @@ async def _renderer_for_server(model: str, rollout: RolloutConfig) -> Renderer:
     if rollout.template_options:
         raise ConfigError("rollout.template_options: they need --model, a directory that holds the model's tokenizer")
     return make_renderer(ByteTokenizer(), rollout)
-
-
-def scores(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
-    """Counts over all samples; with several a task also the share of tasks that at least one of them resolves."""
-    resolved = [t for t in trajectories if t.verdict.get("resolved")]
-    statuses = Counter(t.failure.kind if t.failure else str(t.verdict.get("status", "unknown")) for t in trajectories)
-    tasks = {(t.group_id, t.task_id) for t in trajectories}
-    result = {
-        "tasks": len(tasks),
-        "resolved": len(resolved),
-        "resolved_rate": len(resolved) / len(trajectories) if trajectories else 0.0,
-        "statuses": dict(sorted(statuses.items())),
-    }
-    if samples > 1:
-        solved = {(t.group_id, t.task_id) for t in resolved}
-        result |= {"samples": samples, f"pass@{samples}": len(solved) / len(tasks) if tasks else 0.0}
-    return result

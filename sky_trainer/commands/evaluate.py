@@ -11,7 +11,9 @@ import anyio
 from sky_trainer.assembly import choose_tasks
 from sky_trainer.commands.output import print_json, print_line
 from sky_trainer.config import SandboxConfig, TasksConfig, from_mapping, with_overrides
-from sky_trainer.evaluation import POLICIES, EvalPlan, Policy, evaluate
+from sky_trainer.evaluated import write_predictions
+from sky_trainer.evaluation import POLICIES, EvalPlan, Policy, evaluate, kept_samples
+from sky_trainer.scores import scores
 from skyenv import formats
 from skyenv.errors import ConfigError
 from skyenv.types import Trajectory
@@ -58,8 +60,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of sampling with hf (default 0)")
     parser.add_argument("--max-turns", type=int, default=50, help="turns an episode (default 50)")
     parser.add_argument("--max-tokens", type=int, default=1024, help="tokens a turn (default 1024)")
-    parser.add_argument("--max-context", type=int, default=32768, help="tokens an episode (default 32768)")
-    parser.add_argument("--out", type=Path, help="file for the transcripts, one JSON object a line")
+    parser.add_argument("--max-context", "--context", type=int, default=32768, help="tokens an episode (default 32768)")
+    parser.add_argument(
+        "--out", type=Path, help="file for the transcripts, one JSON object a line; the same evaluation goes on from it"
+    )
+    parser.add_argument("--fresh", action="store_true", help="run every sample again, whatever --out holds")
+    parser.add_argument("--predictions", type=Path, help="also write the patches in SWE-bench's format to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
 
@@ -73,20 +79,39 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--limit {arguments.limit}: must be at least 1")
     plan = make_plan(arguments)
     total = len(plan.tasks) * plan.samples
-    ended = 0
-    failed = 0
+    ended = len(kept_samples(plan))
+    if ended:
+        print_line(f"{ended:4}/{total} samples are in {plan.out} already")
 
     def on_trajectory(trajectory: Trajectory) -> None:
-        nonlocal ended, failed
+        nonlocal ended
         ended += 1
-        failed += trajectory.failure is not None
         print_line(f"{ended:4}/{total} {trajectory.task_id:40} {describe(trajectory)}")
 
-    result = anyio.run(evaluate, plan, on_trajectory)
-    print_line(f"resolved {result['resolved']} of {total}, {result['resolved_rate']:.1%}")
-    if arguments.json:
+    trajectories = anyio.run(evaluate, plan, on_trajectory)
+    if arguments.predictions is not None:
+        for file in write_predictions(arguments.predictions, trajectories, plan.policy.model or plan.policy.name):
+            print_line(f"predictions: {file}")
+    report(scores(trajectories, plan.samples), total, arguments.json)
+    return 1 if any(trajectory.failure is not None for trajectory in trajectories) else 0
+
+
+def report(result: dict[str, Any], total: int, as_json: bool) -> None:
+    """Print what the evaluation came to."""
+    low, high = result["interval"]
+    print_line(
+        f"resolved {result['resolved']} of {total}, {result['resolved_rate']:.1%} (95 %: {low:.1%} to {high:.1%})"
+    )
+    for name in ("statuses", "stop_reasons"):
+        print_line(f"{name.replace('_', ' ')}: " + ", ".join(f"{key} {n}" for key, n in result[name].items()))
+    passes = {key: value for key, value in result.items() if key.startswith("pass@")}
+    if passes:
+        print_line(", ".join(f"{key} {value:.1%}" for key, value in passes.items()))
+    costs = {"turns": result["turns"], "tokens": result["sampled_tokens"]}
+    costs |= {f"seconds {stage}": spread for stage, spread in result["seconds"].items()}
+    print_line("mean a sample: " + ", ".join(f"{key} {spread['mean']:.4g}" for key, spread in costs.items()))
+    if as_json:
         print_json(result)
-    return 1 if failed else 0
 
 
 def make_plan(arguments: argparse.Namespace) -> EvalPlan:
@@ -103,6 +128,7 @@ def make_plan(arguments: argparse.Namespace) -> EvalPlan:
         config.rollout,
         arguments.seed,
         arguments.out,
+        arguments.fresh,
     )
 
 

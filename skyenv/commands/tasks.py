@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from skyenv.commands import build
 from skyenv.commands.output import print_line
 from skyenv.errors import ConfigError, SkyEnvError
 
@@ -27,6 +28,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         verb.add_argument("tasks", metavar="TASKS", help="a set's name (builtin, pypi), a file or a folder")
         verb.add_argument("--json", action="store_true", help="print one JSON object as the last line")
         verb.set_defaults(run=run)
+    build.add(verbs)
     showing.add_argument("task_id", metavar="ID")
     validating.add_argument("--id", action="append", default=[], help="only this task (may be repeated)")
     validating.add_argument("--runs", type=int, default=1, help="how often to run each patch (default 1)")

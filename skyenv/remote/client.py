@@ -1,8 +1,11 @@
-"""The client of a node server, near or far: the one `SandboxProvider` and the one `Sandbox` that skyenv has.
+"""The client of a node server or a gateway: the one `SandboxProvider` and the one `Sandbox` that skyenv has.
 
 `connect` owns the HTTP client, the node when it runs in this process, and the task that renews leases, and must be
-entered and left in one task; sandboxes themselves may be opened and closed in any. Retries live here only: a
-request that never left, or one that carries a key or is idempotent by nature, is sent again; a refusal is not.
+entered and left in one task; sandboxes themselves may be opened and closed in any.
+
+Three clocks run apart. A *request* waits at most `MAX_WAIT` seconds for its answer, which then says how far things are,
+and is followed by the next one. A *command* runs for its own `timeout`, kept by the node and reaching over as many
+requests as it takes. A *lease* is the sandbox's `ttl`, renewed by every use and by `connect` while the block is open.
 """
 
 from __future__ import annotations
@@ -10,47 +13,54 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
-import tenacity
 
-from skyenv.errors import ConfigError, SandboxError, SandboxProtocolError, SandboxUnavailable, SkyEnvError
+from skyenv.errors import SandboxError, SandboxLost, SkyEnvError
 from skyenv.remote.protocol import (
+    ACK,
+    ATTEMPT,
     KEY,
-    MAX_WAIT,
     META,
+    SECRET,
     Spec,
     check_environment,
-    decode_error,
     decode_meta,
     encode_query,
     parse_spec,
 )
+from skyenv.remote.sending import PATIENCE, Headers, Method, Sender, http_client
 from skyenv.remote.tasks import background_tasks
 from skyenv.types import ExecResult, FileInfo
 
-Method = Literal["GET", "PUT", "POST", "DELETE"]
 LOG = logging.getLogger(__name__)
-ATTEMPTS = 5
-PATIENCE = 60.0
-REQUEST_GRACE = 15.0
 TRANSFER_TIMEOUT = 660.0
 DELETE_TIMEOUT = 15.0
 LEASE_TICK = 0.2
-_NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+FIRST_WAIT = 1.0  # a creation that takes longer than this tells its states
+CREATIONS = 3
 
 
 @asynccontextmanager
 async def connect(
-    url: str | None = None, token: str | None = None, *, backend: str = "local"
+    url: str | None = None,
+    token: str | None = None,
+    *,
+    backend: str = "local",
+    verify: bool | str | Path = True,
+    patience: float = PATIENCE,
 ) -> AsyncIterator[SandboxClient]:
-    """A client of the node server at `url`, or of one in this process that uses `backend` and ends with the block.
+    """A client of the server at `url`, or of a node in this process that uses `backend` and ends with the block.
 
+    `verify`: for https, a file of certificates to trust instead of the system's, or False. `patience`: for how many
+    seconds to ask again a server that answered before and is busy or away now.
     ConfigError when the backend cannot work on this machine or the URL is not one.
     """
     async with AsyncExitStack() as stack:
@@ -61,58 +71,24 @@ async def connect(
             transport: httpx.AsyncBaseTransport = httpx.ASGITransport(app, raise_app_exceptions=False)
             http = httpx.AsyncClient(transport=transport, base_url="http://node", timeout=None)
         else:
-            http = _http_client(url, token)
+            http = http_client(url, token, verify)
         await stack.enter_async_context(http)
-        client = SandboxClient(http)
+        client = SandboxClient(http, patience=patience)
         group = await stack.enter_async_context(background_tasks())
         group.start_soon(client.keep_leases)
         yield client
 
 
-def _http_client(url: str, token: str | None) -> httpx.AsyncClient:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"url {url!r}: must start with http:// or https://")
-    return httpx.AsyncClient(
-        base_url=url,
-        headers={"authorization": f"Bearer {token}"} if token is not None else None,
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-        timeout=httpx.Timeout(REQUEST_GRACE, pool=None),
-        trust_env=False,
-        verify=url.startswith("https://"),
-    )
-
-
-def _may_repeat(error: BaseException) -> bool:
-    """Whether sending again is safe and may help. Every request of ours is idempotent, by key or by nature."""
-    if isinstance(error, SandboxUnavailable):
-        return error.retry_after is not None
-    return isinstance(error, httpx.TransportError)
-
-
-def _pause(state: tenacity.RetryCallState) -> float:
-    error = state.outcome.exception() if state.outcome else None
-    backoff: float = tenacity.wait_random_exponential(multiplier=0.1, max=2.0)(state)
-    return max(backoff, error.retry_after or 0.0) if isinstance(error, SandboxUnavailable) else backoff
-
-
-def _enough(state: tenacity.RetryCallState) -> bool:
-    """A node that says when to come back is asked for longer than one that does not answer."""
-    error = state.outcome.exception() if state.outcome else None
-    if isinstance(error, SandboxUnavailable):
-        return (state.seconds_since_start or 0.0) > PATIENCE
-    return state.attempt_number >= ATTEMPTS
-
-
 class SandboxClient:
     """A `SandboxProvider`. Made by `connect`."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
+    def __init__(self, http: httpx.AsyncClient, *, patience: float = PATIENCE) -> None:
+        self._sender = Sender(http, patience=patience)
         self._leases: dict[str, float] = {}
 
     async def health(self) -> dict[str, Any]:
         """The node's backend, its mode, which limits are active and what is missing."""
-        response = await self._send("GET", "/health")
+        response = await self._sender.send("GET", "/health")
         health: dict[str, Any] = response.json()
         return health
 
@@ -123,15 +99,16 @@ class SandboxClient:
         *,
         snapshot: str | None = None,
         env: Mapping[str, str] | None = None,
+        on_state: Callable[[str], None] | None = None,
         **spec: Any,
     ) -> AsyncIterator[RemoteSandbox]:
         """Open a sandbox; leaving the block deletes it.
 
         `spec`: memory_bytes, pids, cpus, file_bytes, disk_bytes, tmpfs_bytes, ttl (seconds without use), shell
-        ("bash" or "sh"); see `protocol.Spec`.
+        ("bash" or "sh"); see `protocol.Spec`. `on_state` gets "queued", "pulling", "starting" when it takes long.
         ConfigError naming the nearest key; SandboxUnavailable when none can be had.
         """
-        wanted, name = parse_spec(spec), uuid.uuid4().hex
+        wanted, name, secret = parse_spec(spec), uuid.uuid4().hex, {SECRET: secrets.token_hex(16)}
         check_environment(env or {})
         body = {
             "image": image,
@@ -139,25 +116,28 @@ class SandboxClient:
             "env": dict(env or {}),
             "spec": wanted.model_dump(exclude_unset=True),
         }
+        opening = _Opening(self._sender, name, json.dumps(body).encode(), secret, on_state or _no_listener)
         try:
-            await self.call("PUT", f"/sandboxes/{name}", json.dumps(body).encode(), attach=f"/creations/{name}")
-            self._leases[name] = wanted.ttl
-            yield RemoteSandbox(self, name, env, wanted)
+            await opening.finish()
+            self._leases[opening.id] = wanted.ttl
+            yield RemoteSandbox(self, opening.id, env, wanted, secret)
         finally:
-            self._leases.pop(name, None)
-            await self._delete(f"/sandboxes/{name}")
+            self._leases.pop(opening.id, None)
+            await self._delete(f"/sandboxes/{opening.id}", secret)
 
-    async def _delete(self, path: str) -> None:
+    async def _delete(self, path: str, headers: Headers | None = None) -> None:
         """Delete even when cancelled. What a node that is out of reach keeps ends there with its lease."""
         with anyio.CancelScope(shield=True), anyio.move_on_after(DELETE_TIMEOUT):
             try:
-                await self._send("DELETE", path)
+                await self._sender.send("DELETE", path, headers=headers)
+            except SandboxLost:
+                return
             except SandboxError as error:
                 LOG.warning("%s could not be deleted: %s", path, error)
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot; sandboxes that were started from it live on. Unknown ids are ignored."""
-        await self._send("DELETE", f"/snapshots/{snapshot}")
+        await self._sender.send("DELETE", f"/snapshots/{snapshot}")
 
     async def discard_snapshot(self, snapshot: str) -> None:
         """`delete_snapshot` that also works while being cancelled and does not mind a node that is out of reach."""
@@ -171,67 +151,91 @@ class SandboxClient:
             if self._leases and anyio.current_time() - renewed >= min(self._leases.values()) / 4:
                 renewed = anyio.current_time()
                 try:
-                    await self._send("POST", "/leases", json.dumps(list(self._leases)).encode())
+                    await self._sender.send("POST", "/leases", json.dumps(list(self._leases)).encode())
                 except SkyEnvError:
                     continue
 
     async def call(
-        self, method: Method, path: str, body: bytes = b"", /, *, attach: str | None = None, **query: Any
+        self, method: Method, path: str, body: bytes = b"", /, *, headers: Headers, **query: Any
     ) -> httpx.Response:
         """One keyed request, followed until it is done however long that takes."""
         key = uuid.uuid4().hex
         full = f"{path}?{encode_query(**query)}" if query else path
-        response = await self._send(method, full, body, key)
-        follow = attach or f"{path.rpartition('/')[0]}/calls/{key}"
-        while response.status_code == 202:
-            response = await self._send("GET", follow)
+        response = await self._sender.send(method, full, body, {**headers, KEY: key})
+        if response.status_code == 202:
+            follow = f"{path.rpartition('/')[0]}/calls/{key}"
+            while response.status_code == 202:
+                response = await self._sender.send("GET", follow, headers=headers)
+        headers[ACK] = key
         return response
 
-    async def fetch(self, path: str, /, **query: Any) -> httpx.Response:
+    async def fetch(self, path: str, /, *, headers: Headers, **query: Any) -> httpx.Response:
         """One reading request that may transfer a lot."""
-        return await self._send("GET", f"{path}?{encode_query(**query)}", timeout=TRANSFER_TIMEOUT)
+        full = f"{path}?{encode_query(**query)}"
+        return await self._sender.send("GET", full, headers=headers, timeout=TRANSFER_TIMEOUT)
 
-    async def _send(
-        self, method: Method, path: str, body: bytes = b"", key: str = "", *, timeout: float = MAX_WAIT + REQUEST_GRACE
-    ) -> httpx.Response:
-        """Send until an answer comes; an error answer is raised as what it means."""
-        headers = {KEY: key} if key else {}
-        limits = httpx.Timeout(timeout, connect=REQUEST_GRACE, pool=None)
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(_may_repeat),
-            wait=_pause,
-            stop=_enough,
-            sleep=anyio.sleep,
-            reraise=True,
-        )
-        try:
-            response: httpx.Response = await retrying(self._once, method, path, body, headers, limits)
-        except _NEVER_SENT as error:
-            raise SandboxUnavailable(f"cannot reach the node at {self._http.base_url}: {error}") from error
-        except httpx.TransportError as error:
-            raise SandboxError(f"the connection to {self._http.base_url} broke: {error!r}") from error
-        except httpx.HTTPError as error:
-            raise SandboxProtocolError(f"{method} {path}: {error!r}") from error
-        return response
 
-    async def _once(
-        self, method: Method, path: str, body: bytes, headers: dict[str, str], limits: httpx.Timeout
-    ) -> httpx.Response:
-        response = await self._http.request(method, path, content=body, headers=headers, timeout=limits)
-        if response.status_code >= 300:
-            raise decode_error(response.content)
-        return response
+class _Opening:
+    """One creation, from the first request to a sandbox that answers. `id` is how the sandbox is called."""
+
+    def __init__(
+        self, sender: Sender, name: str, body: bytes, secret: Headers, on_state: Callable[[str], None]
+    ) -> None:
+        self.id = name
+        self._name = name
+        self._sender = sender
+        self._body = body
+        self._secret = secret
+        self._on_state = on_state
+
+    async def finish(self) -> None:
+        """Create, and follow the states until it is done. A node that dies meanwhile is replaced by another."""
+        for left in range(CREATIONS - 1, -1, -1):
+            try:
+                return await self._create(first=left == CREATIONS - 1)
+            except SandboxLost as error:
+                if error.reason != "node_lost" or not left:
+                    raise
+                LOG.info("sandbox %s: %s; creating it again", self._name, error)
+
+    async def _create(self, *, first: bool) -> None:
+        headers = self._secret if first else {**self._secret, ATTEMPT: "2"}
+        path = f"/sandboxes/{self._name}?{encode_query(wait=FIRST_WAIT)}"
+        response = await self._sender.send("PUT", path, self._body, headers)
+        while True:
+            meta = decode_meta(response.headers.get(META))
+            self.id = str(meta.get("id", self.id))
+            if response.status_code != 202:
+                return
+            state = str(meta.get("state", "starting"))
+            LOG.info("sandbox %s is %s", self.id, state)
+            self._on_state(state)
+            follow = f"/creations/{self.id}?{encode_query(state=state)}"
+            response = await self._sender.send("GET", follow, headers=self._secret)
+
+
+def _no_listener(_state: str) -> None:
+    return None
 
 
 class RemoteSandbox:
     """A `Sandbox` on a node. Made and deleted by `SandboxClient.sandbox`. Not safe to share between tasks."""
 
-    def __init__(self, client: SandboxClient, name: str, env: Mapping[str, str] | None, spec: Spec) -> None:
+    def __init__(
+        self, client: SandboxClient, name: str, env: Mapping[str, str] | None, spec: Spec, headers: Headers
+    ) -> None:
         self.name = name
+        self._headers = dict(headers)
         self._client = client
         self._env = env
         self._spec = spec
         self._base = f"/sandboxes/{name}"
+
+    async def _call(self, method: Method, path: str, body: bytes = b"", /, **query: Any) -> httpx.Response:
+        return await self._client.call(method, path, body, headers=self._headers, **query)
+
+    async def _fetch(self, path: str, /, **query: Any) -> httpx.Response:
+        return await self._client.fetch(path, headers=self._headers, **query)
 
     async def exec(
         self,
@@ -243,7 +247,7 @@ class RemoteSandbox:
         terminal: bool = False,
     ) -> ExecResult:
         """See `core.Shell.exec`."""
-        response = await self._client.call(
+        response = await self._call(
             "POST",
             f"{self._base}/exec",
             command.encode("utf-8", "surrogateescape"),
@@ -256,58 +260,58 @@ class RemoteSandbox:
 
     async def poll(self, *, soft_timeout: float | None = None) -> ExecResult:
         """See `core.Shell.poll`."""
-        return _exec_result(await self._client.call("POST", f"{self._base}/poll", soft_timeout=soft_timeout))
+        return _exec_result(await self._call("POST", f"{self._base}/poll", soft_timeout=soft_timeout))
 
     async def interrupt(self) -> ExecResult:
         """See `core.Shell.interrupt`."""
-        return _exec_result(await self._client.call("POST", f"{self._base}/interrupt"))
+        return _exec_result(await self._call("POST", f"{self._base}/interrupt"))
 
     async def send_input(self, text: str, *, soft_timeout: float | None = None) -> ExecResult:
         """See `core.Shell.send_input`."""
         data = text.encode("utf-8", "surrogateescape")
-        return _exec_result(await self._client.call("POST", f"{self._base}/poll", data, soft_timeout=soft_timeout))
+        return _exec_result(await self._call("POST", f"{self._base}/poll", data, soft_timeout=soft_timeout))
 
     async def stat(self, path: str) -> FileInfo:
         """See `core.FileOps.stat`."""
-        response = await self._client.fetch(f"{self._base}/info", path=path)
+        response = await self._fetch(f"{self._base}/info", path=path)
         return FileInfo(*decode_meta(response.headers.get(META))["info"])
 
     async def read_file(self, path: str, *, offset: int = 0, max_bytes: int | None = None) -> bytes:
         """See `core.FileOps.read_file`."""
         query = {"path": path, "offset": offset, "max_bytes": max_bytes}
-        return (await self._client.fetch(f"{self._base}/file", **query)).content
+        return (await self._fetch(f"{self._base}/file", **query)).content
 
     async def write_file(self, path: str, data: bytes, *, expected: bytes | None = None) -> None:
         """See `core.FileOps.write_file`."""
         length = None if expected is None else len(expected)
         body = data if expected is None else expected + data
-        await self._client.call("PUT", f"{self._base}/file", body, path=path, expected_bytes=length)
+        await self._call("PUT", f"{self._base}/file", body, path=path, expected_bytes=length)
 
     async def list_dir(self, path: str, *, depth: int = 1) -> list[FileInfo]:
         """See `core.FileOps.list_dir`."""
-        response = await self._client.fetch(f"{self._base}/entries", path=path, depth=depth)
+        response = await self._fetch(f"{self._base}/entries", path=path, depth=depth)
         return [FileInfo(*entry) for entry in json.loads(response.content)]
 
     async def remove(self, path: str) -> None:
         """See `core.FileOps.remove`."""
-        await self._client.call("DELETE", f"{self._base}/file", path=path)
+        await self._call("DELETE", f"{self._base}/file", path=path)
 
     async def download(self, path: str, *, exclude: Sequence[str] = ()) -> bytes:
         """See `core.Sandbox.download`. Files that change meanwhile may be caught in between."""
         query = {"path": path, "exclude": json.dumps(list(exclude))}
-        return (await self._client.fetch(f"{self._base}/archive", **query)).content
+        return (await self._fetch(f"{self._base}/archive", **query)).content
 
     async def upload(self, path: str, archive: bytes) -> None:
         """See `core.Sandbox.upload`. A refused member raises `SandboxPathError`; what came before it stays."""
-        await self._client.call("PUT", f"{self._base}/archive", archive, path=path)
+        await self._call("PUT", f"{self._base}/archive", archive, path=path)
 
     async def kill_processes(self) -> None:
         """See `core.Sandbox.kill_processes`. Working directory and exported variables are kept."""
-        await self._client.call("POST", f"{self._base}/kill")
+        await self._call("POST", f"{self._base}/kill")
 
     async def snapshot(self) -> str:
         """See `core.Sandbox.snapshot`. Files only, without those in /run and /dev/shm; no processes, no shell state."""
-        response = await self._client.call("POST", f"{self._base}/snapshot")
+        response = await self._call("POST", f"{self._base}/snapshot")
         return str(decode_meta(response.headers.get(META))["snapshot"])
 
     def fork(self) -> AbstractAsyncContextManager[RemoteSandbox]:

@@ -293,8 +293,6 @@ async def _sandboxes_have_a_root_of_their_own(box: Sandbox, _home: str) -> None:
         "id -u; hostname; cat /home/*/* /root/.ssh/* /var/run/docker.sock 2>/dev/null; echo x > /marker"
     )
     _expect(result.output == "0\nsandbox\n" and result.exit_code == 0, result)
-    result = await box.exec("touch /usr/marker /bin/marker")
-    _expect(result.exit_code == 1, "system directories are writable")
     result = await box.exec("ps -e | wc -l")
     _expect(int(result.output) < 10, f"foreign processes are visible: {result.output}")
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import images
 import pytest
-from node_processes import SERVE, SERVE_ROOTLESS, served
+from node_processes import SERVE, SERVE_DOCKER, SERVE_ROOTLESS, served
+
+DEBIAN, BUSYBOX = "skyenv-test/debian:2", "skyenv-test/busybox:2"
+NO_ENGINE = """no container engine answers at DOCKER_HOST ({host}).
+`make test` starts one of its own where dockerd and catatonit are installed (Debian: docker.io runc catatonit);
+or start yours and set DOCKER_HOST; or leave these tests out: pytest -m "not docker"."""
 
 
 @pytest.fixture(scope="session")
@@ -23,4 +32,33 @@ def rootless_url() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def process_url() -> Iterator[str]:
     with served(SERVE, "process") as (_process, url):
+        yield url
+
+
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The engine's DOCKER_HOST, with the images that the tests use. Fails, saying what to do, when there is none."""
+    host = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    import docker
+
+    try:
+        api = docker.APIClient(**docker.utils.kwargs_from_env(), timeout=60)
+        known = {tag for image in api.images() for tag in image["RepoTags"] or ()}
+    except docker.errors.DockerException as error:
+        pytest.fail(f"{NO_ENGINE.format(host=host)}\n{error}", pytrace=False)
+    writers: dict[str, Callable[[Path], None]] = {DEBIAN: images.write_debian, BUSYBOX: images.write_busybox}
+    for reference in writers.keys() - known:
+        tar = tmp_path_factory.mktemp("images") / "root.tar"
+        writers[reference](tar)
+        repository, tag = reference.split(":")
+        answer = json.loads(api.import_image_from_file(str(tar), repository=repository, tag=tag).splitlines()[-1])
+        assert "error" not in answer, answer
+        tar.unlink()
+    api.close()
+    return host
+
+
+@pytest.fixture(scope="session")
+def docker_url(engine: str) -> Iterator[str]:
+    with served(SERVE_DOCKER, DEBIAN) as (_process, url):
         yield url

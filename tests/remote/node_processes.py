@@ -26,6 +26,16 @@ config = uvicorn.Config(create_app(LocalBackend(run_as=65534), token="secret"), 
 uvicorn.Server(config).run([listener])
 """
 
+SERVE_DOCKER = """
+import socket, sys, uvicorn
+from skyenv.remote.backends import get
+from skyenv.remote.node import create_app
+listener = socket.create_server(("127.0.0.1", 0))
+print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
+config = uvicorn.Config(create_app(get("docker", image=sys.argv[1]), token="secret"), log_config=None)
+uvicorn.Server(config).run([listener])
+"""
+
 
 @contextlib.contextmanager
 def served(code: str, *arguments: str, below: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:

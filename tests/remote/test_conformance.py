@@ -29,6 +29,13 @@ async def test_rootless_over_a_socket(rootless_url: str) -> None:
         await check_sandbox(client)
 
 
+@pytest.mark.docker
+async def test_docker_over_a_socket(docker_url: str) -> None:
+    async with connect(docker_url, "secret") as client:
+        assert (await client.health())["backend"] == "docker"
+        await check_sandbox(client)
+
+
 async def test_process_in_process() -> None:
     async with connect(backend="process") as client:
         health = await client.health()
@@ -50,5 +57,5 @@ async def test_the_suite_names_what_fails() -> None:
 
 async def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ConfigError, match="'local'"):
-        async with connect(backend="docker"):
+        async with connect(backend="dokcer"):
             pass

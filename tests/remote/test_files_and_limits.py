@@ -59,6 +59,7 @@ async def test_the_host_is_not_visible(local_url: str) -> None:
             )
             host_home = {entry.name for entry in Path.home().iterdir()} - {".pyenv"}
             assert marker not in result.output
+            assert (await box.exec("touch /usr/marker /bin/marker")).exit_code == 1
             assert not host_home & set(result.output.split())
             assert "$" not in (await box.read_file("/etc/shadow")).decode()
             assert not {"docker.sock", "dbus", "secret"} & set((await box.exec("ls -R /run /var/run/")).output.split())

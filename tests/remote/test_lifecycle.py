@@ -91,7 +91,7 @@ def state_of(launcher: int) -> Path:
 )
 async def test_a_node_leaves_nothing_behind(backend: str, number: signal.Signals, status: int) -> None:
     with served(SERVE, backend) as (process, url):
-        async with connect(url, "secret") as client:
+        async with connect(url, "secret", patience=1) as client:
             async with client.sandbox() as first, client.sandbox() as second:
                 await first.exec("sleep 600 & setsid sleep 600 & touch /big; yes > /dev/null &")
                 async with anyio.create_task_group() as group:

@@ -89,13 +89,33 @@ def test_eval_gold_and_empty(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     out = tmp_path / "t.jsonl"
     words = ["eval", "--level", "1", "--limit", "2", "--json", "--out", str(out)]
     assert main([*words, "--policy", "gold"]) == 0
+    result = last_json(capsys.readouterr().out)
     expected = {"tasks": 2, "resolved": 2, "resolved_rate": 1.0, "statuses": {"resolved": 2}}
-    assert last_json(capsys.readouterr().out) == expected
+    assert {name: result[name] for name in expected} == expected
     assert [t.verdict["resolved"] for t in read_trajectories(out)] == [True, True]
     assert main([*words, "--policy", "empty", "--k", "2"]) == 0
     result = last_json(capsys.readouterr().out)
     assert result["resolved"] == result["pass@2"] == 0
     assert result["statuses"] == {"empty_patch": 4}
+
+
+def test_eval_goes_on_where_it_ended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out, predictions = tmp_path / "t.jsonl", tmp_path / "preds.jsonl"
+    words = ["eval", "--level", "1", "--policy", "gold", "--json", "--out", str(out), "--predictions", str(predictions)]
+    assert main([*words, "--limit", "1"]) == 0
+    assert main([*words, "--limit", "2", "--k", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert f"1/4 samples are in {out} already" in printed
+    assert last_json(printed)["resolved"] == 4
+    found = sorted((t.task_id, t.sample_index) for t in read_trajectories(out))
+    assert len(found) == len(set(found)) == 4
+    assert main([*words, "--limit", "2", "--k", "2"]) == 0
+    assert len(list(read_trajectories(out))) == 4
+    assert main([*words, "--limit", "1", "--fresh"]) == 0
+    assert len(list(read_trajectories(out))) == 5
+    rows = [json.loads(line) for line in predictions.read_text().splitlines()]
+    assert [set(row) for row in rows] == [{"instance_id", "model_name_or_path", "model_patch"}]
+    assert rows[0]["model_patch"].startswith("diff --git")
 
 
 def test_eval_takes_keys_of_rollout_and_env(tmp_path: Path) -> None:

@@ -44,10 +44,9 @@ def fetch_sdist(name: str, version: str, sha256: str, cache: Path) -> bytes:
         import requests
     except ImportError as error:
         raise ConfigError(f"{name} {version} comes from a package index: pip install 'skyenv[pypi]'") from error
-    endpoint = os.environ.get("PIP_INDEX_URL") or pypi_simple.PYPI_SIMPLE_ENDPOINT
     _log.info("fetching %s %s", name, version)
     try:
-        with pypi_simple.PyPISimple(endpoint) as index:
+        with pypi_simple.PyPISimple(_endpoint()) as index:
             data = _download(index, _find(index, name, version, sha256), place, sha256)
     except pypi_simple.NoSuchProjectError as error:
         raise ConfigError(f"the package index knows no project {name!r}; correct `name`") from error
@@ -60,6 +59,31 @@ def fetch_sdist(name: str, version: str, sha256: str, cache: Path) -> bytes:
     return data
 
 
+def sdist_digest(name: str, version: str) -> str:
+    """Ask the index for the sha256 of the source distribution of a version. Raises as `fetch_sdist`."""
+    try:
+        import pypi_simple
+        import requests
+    except ImportError as error:
+        raise ConfigError(f"{name} {version} comes from a package index: pip install 'skyenv[pypi]'") from error
+    try:
+        with pypi_simple.PyPISimple(_endpoint()) as index:
+            digest = _find(index, name, version, None).digests.get("sha256")
+    except pypi_simple.NoSuchProjectError as error:
+        raise ConfigError(f"the package index knows no project {name!r}; correct `name`") from error
+    except (requests.RequestException, pypi_simple.UnsupportedContentTypeError) as error:
+        raise SourceUnavailable(f"the package index cannot be reached ({type(error).__name__}); go online") from error
+    if digest is None:
+        raise ConfigError(f"the package index tells no sha256 of {name} {version}")
+    return digest
+
+
+def _endpoint() -> str:
+    from pypi_simple import PYPI_SIMPLE_ENDPOINT
+
+    return os.environ.get("PIP_INDEX_URL") or PYPI_SIMPLE_ENDPOINT
+
+
 def _cached(place: Path, sha256: str) -> bytes | None:
     if not place.is_file():
         return None
@@ -70,14 +94,14 @@ def _cached(place: Path, sha256: str) -> bytes | None:
     return None
 
 
-def _find(index: PyPISimple, name: str, version: str, sha256: str) -> DistributionPackage:
+def _find(index: PyPISimple, name: str, version: str, sha256: str | None) -> DistributionPackage:
     sdists = [
         package
         for package in index.get_project_page(name, timeout=FETCH_SECONDS).packages
         if package.package_type == "sdist" and package.version == version
     ]
     for package in sdists:
-        if package.digests.get("sha256", sha256) == sha256:
+        if sha256 is None or package.digests.get("sha256", sha256) == sha256:
             return package
     reason = "with this sha256" if sdists else "of this version"
     raise ConfigError(f"the package index has no source distribution of {name} {version} {reason}")

@@ -10,10 +10,11 @@ import hashlib
 import logging
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ from skyenv.errors import ConfigError, SourceUnavailable
 __all__ = [
     "ArchiveSource",
     "DirectorySource",
+    "Edit",
+    "EditedSource",
     "FilesSource",
     "GitSource",
     "PypiSource",
@@ -98,7 +101,26 @@ class FilesSource:
     files: Mapping[str, bytes]
 
 
-Source = DirectorySource | ArchiveSource | PypiSource | GitSource | FilesSource
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """In the file `path`, the bytes `old` at offset `at` become `new`."""
+
+    path: str
+    at: int
+    old: bytes
+    new: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EditedSource:
+    """Another source with a few edits, without the files `remove`; so tasks made from packages ship metadata only."""
+
+    base: DirectorySource | ArchiveSource | PypiSource | GitSource
+    edits: tuple[Edit, ...] = ()
+    remove: tuple[str, ...] = ()
+
+
+Source = DirectorySource | ArchiveSource | PypiSource | GitSource | FilesSource | EditedSource
 
 
 async def fetch_tree(source: Source, *, base: Path, cache: Path) -> Tree:
@@ -122,6 +144,21 @@ def _fetch(source: Source, base: Path, cache: Path) -> Tree:
             return _read_commit(source, cache)
         case FilesSource(files):
             return _read_files(files)
+        case EditedSource():
+            return _edit(_fetch(source.base, base, cache), source)
+
+
+def _edit(tree: Tree, source: EditedSource) -> Tree:
+    edited = {path: file for path, file in tree.items() if path not in source.remove}
+    if missing := set(source.remove) - set(tree):
+        raise ConfigError(f"edited source: remove: {min(missing)!r} is not in the base")
+    for edit in sorted(source.edits, key=lambda edit: -edit.at):
+        file = edited.get(edit.path)
+        end = edit.at + len(edit.old)
+        if file is None or stat.S_ISLNK(file.mode) or file.data[edit.at : end] != edit.old:
+            raise ConfigError(f"edited source: edits: {edit.path} does not hold {edit.old[:60]!r} at {edit.at}")
+        edited[edit.path] = replace(file, data=file.data[: edit.at] + edit.new + file.data[end:])
+    return edited
 
 
 def _read_file(path: Path, sha256: str | None) -> bytes:
@@ -226,7 +263,7 @@ def parse_source(value: object, where: str) -> Source:
     """Read the `source` of a task row; `where` names file, row and field in every ConfigError.
 
     One key says the kind: `directory: path`, `archive: {path, sha256, strip}`, `pypi: {name, version, sha256, subdir}`,
-    `git: {url, commit}` or `files: {path: text}`.
+    `git: {url, commit}`, `files: {path: text}` or `edited: {base, edits: [{path, at, old, new}], remove: [path]}`.
     """
     kinds: dict[str, Callable[[object, str], Source]] = {
         "directory": _parse_directory,
@@ -234,6 +271,7 @@ def parse_source(value: object, where: str) -> Source:
         "pypi": _parse_pypi,
         "git": _parse_git,
         "files": _parse_files,
+        "edited": _parse_edited,
     }
     if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in kinds:
         raise ConfigError(f"{where}: must be a mapping with exactly one of the keys {', '.join(kinds)}")
@@ -278,6 +316,34 @@ def _parse_files(value: object, where: str) -> FilesSource:
         if not isinstance(path, str) or not isinstance(text, str):
             raise ConfigError(f"{where}: path {path!r} and its content must be strings; quote them")
     return FilesSource({path: text.encode() for path, text in value.items()})
+
+
+def _parse_edited(value: object, where: str) -> EditedSource:
+    fields = _fields(value, where, required=("base",), optional=("edits", "remove"))
+    base, edits, remove = (
+        parse_source(fields["base"], f"{where}.base"),
+        fields.get("edits", []),
+        fields.get("remove", []),
+    )
+    if isinstance(base, FilesSource | EditedSource):
+        raise ConfigError(f"{where}.base: must be a directory, archive, pypi or git source")
+    if not isinstance(edits, list) or not isinstance(remove, list) or not all(isinstance(path, str) for path in remove):
+        raise ConfigError(f"{where}: edits must be a list of edits, remove a list of paths")
+    return EditedSource(base, tuple(_parse_edit(e, f"{where}.edits[{n}]") for n, e in enumerate(edits)), tuple(remove))
+
+
+def _parse_edit(value: object, where: str) -> Edit:
+    fields = _fields(value, where, required=("path", "at", "old", "new"), optional=())
+    at, old, new = fields["at"], fields["old"], fields["new"]
+    if (
+        not isinstance(at, int)
+        or isinstance(at, bool)
+        or at < 0
+        or not isinstance(old, str)
+        or not isinstance(new, str)
+    ):
+        raise ConfigError(f"{where}: at must be a byte offset, old and new texts")
+    return Edit(_matching(fields, "path", where, _TEXT), at, old.encode(), new.encode())
 
 
 _TEXT = (re.compile(r"[^-\0][^\0]*"), "a text that does not start with '-'")

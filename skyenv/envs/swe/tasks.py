@@ -169,22 +169,43 @@ def _read_path(path: Path) -> Iterator[SweTask]:
         for file in files:
             yield parse_task(_parse_text(file, file.read_text("utf-8")), str(file), file.parent)
     elif path.is_file():
-        for number, row in enumerate(_rows(path), 1):
-            yield parse_task(row, f"{path}: row {number}", path.parent)
+        content = _content(path)
+        if isinstance(content, Mapping) and "ids" in content:
+            yield from _selection(content, path)
+        else:
+            for number, row in enumerate(_rows(content, path), 1):
+                yield parse_task(row, f"{path}: row {number}", path.parent)
     else:
         known, hint = ", ".join(NAMED_SETS), did_you_mean(str(path), NAMED_SETS)
         raise ConfigError(f"tasks: {str(path)!r} is neither a set ({known}) nor a file or folder{hint}")
 
 
-def _rows(path: Path) -> list[object]:
+def _selection(content: Mapping[str, Any], path: Path) -> Iterator[SweTask]:
+    """Tasks of another set by id: `{"tasks": a set's name or path, "ids": [...]}`, further keys are remarks."""
+    origin = _text(content.get("tasks"), f"{path}: tasks")
+    ids = _texts(content["ids"], f"{path}: ids")
+    place = path.parent / origin
+    known = {
+        task.task_id: task for task in _load(str(place) if place.exists() and origin not in NAMED_SETS else origin)
+    }
+    for task_id in ids:
+        if task_id not in known:
+            raise ConfigError(f"{path}: ids: {origin} has no task {task_id!r}{did_you_mean(task_id, known)}")
+        yield known[task_id]
+
+
+def _content(path: Path) -> object:
     text = path.read_text("utf-8")
     if path.suffix == ".jsonl":
         lines = enumerate(text.splitlines(), 1)
         return [_parse_json(line, f"{path}: line {number}") for number, line in lines if line.strip()]
-    rows = _parse_json(text, str(path)) if path.suffix == ".json" else _parse_text(path, text)
-    if not isinstance(rows, list):
-        raise ConfigError(f"{path}: must be a list of task rows")
-    return rows
+    return _parse_json(text, str(path)) if path.suffix == ".json" else _parse_text(path, text)
+
+
+def _rows(content: object, path: Path) -> list[object]:
+    if not isinstance(content, list):
+        raise ConfigError(f"{path}: must be a list of task rows, or a mapping with `tasks` and `ids`")
+    return content
 
 
 def _parse_json(text: str, where: str) -> object:
@@ -258,7 +279,7 @@ def _parse_environment(value: object, where: str) -> Environment:
 
 
 def _parse_files(value: object, where: str) -> SourceFiles:
-    """Read a source whose `pypi` and `git` kinds take a further key `paths`."""
+    """Read a source whose `pypi`, `git` and `edited` kinds take a further key `paths`."""
     if isinstance(value, Mapping) and len(value) == 1:
         kind, detail = next(iter(value.items()))
         if isinstance(detail, Mapping) and kind != "files" and "paths" in detail:

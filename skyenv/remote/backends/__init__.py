@@ -106,8 +106,8 @@ class Backend(Protocol):
         ...
 
 
-def get(name: str) -> Backend:
-    """A backend by name. ConfigError naming the choices."""
+def get(name: str, *, image: str | None = None) -> Backend:
+    """A backend by name. `image` is what sandboxes get whose request names none. ConfigError naming the choices."""
     if name == "local":
         from skyenv.remote.backends.local import LocalBackend
 
@@ -116,4 +116,8 @@ def get(name: str) -> Backend:
         from skyenv.remote.backends.process import ProcessBackend
 
         return ProcessBackend()
-    raise ConfigError(f"backend {name!r} is unknown; choose 'local' (isolated) or 'process' (isolates nothing)")
+    if name == "docker":
+        from skyenv.remote.backends.docker import DockerBackend
+
+        return DockerBackend(image)
+    raise ConfigError(f"backend {name!r} is unknown; choose 'local', 'docker' or 'process' (which isolates nothing)")

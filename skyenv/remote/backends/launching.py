@@ -62,7 +62,7 @@ def sweep(base: Path) -> None:
     for state in base.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError, ValueError):
             ours = state.lstat().st_uid == os.geteuid()
-            if ours and _is_abandoned(state / "lock") and _sweep_groups(state):
+            if ours and is_abandoned(state / "lock") and _sweep_groups(state):
                 shutil.rmtree(state, ignore_errors=True)
 
 
@@ -90,7 +90,8 @@ def _clean_up_after(state: Path) -> None:
     shutil.rmtree(state, ignore_errors=True)
 
 
-def _is_abandoned(lock: Path) -> bool:
+def is_abandoned(lock: Path) -> bool:
+    """Whether no launcher holds the lock of a state directory any more. OSError when there is none."""
     file = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,6 +14,12 @@ import tarfile
 from collections.abc import Collection
 from typing import IO
 
+# Where this runs, nothing can be imported later: the file system is then the sandbox's.
+with contextlib.suppress(ImportError):
+    import bz2  # noqa: F401
+    import lzma  # noqa: F401
+    import zlib  # noqa: F401
+
 
 class Counted(io.BufferedReader):
     """A descriptor to read from, which stays open, and how much was read."""
@@ -32,37 +38,57 @@ class Counted(io.BufferedReader):
 def pack(path: str, exclude: Collection[str], out: IO[bytes]) -> None:
     """Write the tree below `path` (or the one file) to `out`, entries in a fixed order."""
     os.stat(path)
-    skipped = frozenset(exclude)
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        packer = _Packer(tar, frozenset(exclude))
         if os.path.isdir(path):
-            _pack_folder(tar, path, "", skipped)
+            packer.add_folder(path, "")
         else:
-            _add(tar, os.path.realpath(path), os.path.basename(path))
+            packer.add(os.path.realpath(path), os.path.basename(path))
 
 
-def _pack_folder(tar: tarfile.TarFile, folder: str, prefix: str, skipped: frozenset[str]) -> None:
-    for name in sorted(os.listdir(folder), key=os.fsencode):
-        if name in skipped:
-            continue
-        path, inside = f"{folder}/{name}", prefix + name
-        with contextlib.suppress(FileNotFoundError):
-            _add(tar, path, inside)
-            if os.path.isdir(path) and not os.path.islink(path):
-                _pack_folder(tar, path, inside + "/", skipped)
+class _Packer:
+    """Writes members without asking who their owners are: user databases name libraries that would be loaded here."""
 
+    def __init__(self, tar: tarfile.TarFile, skipped: frozenset[str]) -> None:
+        self.tar = tar
+        self.skipped = skipped
+        self.known: dict[tuple[int, int], str] = {}
 
-def _add(tar: tarfile.TarFile, path: str, inside: str) -> None:
-    mode = os.lstat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
-        return
-    member = tar.gettarinfo(path, inside)
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    if member.isreg():
-        with open(path, "rb") as file:
-            tar.addfile(member, file)
-    else:
-        tar.addfile(member)
+    def add_folder(self, folder: str, prefix: str) -> None:
+        """Everything in a folder, sorted by bytes."""
+        for name in sorted(os.listdir(folder), key=os.fsencode):
+            if name in self.skipped:
+                continue
+            path, inside = f"{folder}/{name}", prefix + name
+            with contextlib.suppress(FileNotFoundError):
+                self.add(path, inside)
+                if os.path.isdir(path) and not os.path.islink(path):
+                    self.add_folder(path, inside + "/")
+
+    def add(self, path: str, inside: str) -> None:
+        """A file, directory or link; others are left out."""
+        found = os.lstat(path)
+        member = tarfile.TarInfo(inside)
+        member.mode, member.mtime = stat.S_IMODE(found.st_mode), found.st_mtime
+        if stat.S_ISDIR(found.st_mode):
+            member.type = tarfile.DIRTYPE
+        elif stat.S_ISLNK(found.st_mode):
+            member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+        elif not stat.S_ISREG(found.st_mode):
+            return
+        elif (first := self._first_name(found, inside)) is not None:
+            member.type, member.linkname = tarfile.LNKTYPE, first
+        else:
+            member.size = found.st_size
+            with open(path, "rb") as file:
+                self.tar.addfile(member, file)
+            return
+        self.tar.addfile(member)
+
+    def _first_name(self, found: os.stat_result, inside: str) -> str | None:
+        """Under which other name this file is in the archive already."""
+        first = self.known.setdefault((found.st_dev, found.st_ino), inside) if found.st_nlink > 1 else inside
+        return None if first == inside else first
 
 
 def unpack(path: str, source: IO[bytes]) -> None:

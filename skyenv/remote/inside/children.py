@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import enter, init, kernel
+from . import enter, init, join, kernel
 from .wire import Connection
 
 
@@ -17,11 +18,14 @@ def become_sandbox(request: dict[str, Any], control: int, lifeline: int, report:
     sock, line = socket.socket(fileno=os.dup(control)), socket.socket(fileno=os.dup(lifeline))
     try:
         signal.set_wakeup_fd(-1)
-        kernel.close_all_but(sock.fileno(), line.fileno(), report)
+        anchor = [request["anchor"]] if "anchor" in request else []
+        kernel.close_all_but(sock.fileno(), line.fileno(), report, *anchor)
         os.umask(0)
+        sys.path.clear()  # an import from now on would run what an image has in that place
         try:
             if request["isolated"]:
-                enter.start(request, report, lambda counter: _run_init(sock, line, request, counter))
+                begin = join.start if anchor else enter.start
+                begin(request, report, lambda counter: _run_init(sock, line, request, counter))
             else:
                 _start_plain(request, sock, line)
         except OSError as error:
@@ -50,8 +54,14 @@ def _run_init(sock: socket.socket, line: socket.socket, request: dict[str, Any],
 
 
 def prepare_directories(request: dict[str, Any]) -> None:
-    """Make the sandbox's own directories; the top one belongs to the sandbox's root user."""
+    """Make the sandbox's own directories; the top one belongs to the sandbox's root user.
+
+    A container that is joined has its files elsewhere; its empty directory tells that there is something to clean up.
+    """
     top = f"{request['state']}/{request['name']}"
+    if "target" in request:
+        os.makedirs(top)
+        return
     if request["disk_bytes"] is not None:
         os.makedirs(top)
         kernel.mount("tmpfs", top, "tmpfs", kernel.MS_NODEV, f"mode=700,size={request['disk_bytes']}")

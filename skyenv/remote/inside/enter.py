@@ -96,17 +96,18 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
 def _map_single_user() -> None:
     uid, gid = os.getuid(), os.getgid()
     kernel.unshare(kernel.NEWUSER)
-    _write("/proc/self/setgroups", "deny")
-    _write("/proc/self/uid_map", f"0 {uid} 1")
-    _write("/proc/self/gid_map", f"0 {gid} 1")
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"0 {uid} 1")
+    write("/proc/self/gid_map", f"0 {gid} 1")
 
 
 def _map_users(pid: int, base: int) -> None:
     for kind in ("uid", "gid"):
-        _write(f"/proc/{pid}/{kind}_map", f"0 {base} {MAPPED_USERS}")
+        write(f"/proc/{pid}/{kind}_map", f"0 {base} {MAPPED_USERS}")
 
 
-def _write(path: str, value: str) -> None:
+def write(path: str, value: str) -> None:
+    """Write a small file, as the kernel's interfaces want it."""
     with open(path, "w") as file:
         file.write(value)
 
@@ -120,9 +121,9 @@ def _build_root(config: dict[str, Any]) -> None:
         kernel.restrict_mount(root + path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
     kernel.mount("proc", root + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     _mount_dev(root + "/dev", owner, config)
-    _tmpfs(root + "/run", owner, 0o755, config["tmpfs_bytes"])
+    mount_tmpfs(root + "/run", owner, 0o755, config["tmpfs_bytes"])
     os.mkdir(root + RUN_DIRECTORY)
-    _tmpfs(root + RUN_DIRECTORY, owner, 0o711, config["tmpfs_bytes"])
+    mount_tmpfs(root + RUN_DIRECTORY, owner, 0o711, config["tmpfs_bytes"])
     _mount_sys(root + "/sys", owner)
 
 
@@ -140,7 +141,8 @@ def _mount_root(config: dict[str, Any]) -> None:
         kernel.mount("overlay", root, "overlay", kernel.MS_NODEV, data)
 
 
-def _tmpfs(target: str, owner: int, mode: int, size: int) -> None:
+def mount_tmpfs(target: str, owner: int, mode: int, size: int) -> None:
+    """A file system in memory of at most `size` bytes."""
     data = f"mode={mode:o},size={size},uid={owner},gid={owner}"
     kernel.mount("tmpfs", target, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, data)
 
@@ -154,7 +156,7 @@ def _mount_dev(dev: str, owner: int, config: dict[str, Any]) -> None:
     for name in ("shm", "pts"):
         os.mkdir(f"{dev}/{name}")
         os.chown(f"{dev}/{name}", owner, owner)
-    _tmpfs(f"{dev}/shm", owner, 0o1777, config["tmpfs_bytes"])
+    mount_tmpfs(f"{dev}/shm", owner, 0o1777, config["tmpfs_bytes"])
     kernel.mount("devpts", f"{dev}/pts", "devpts", kernel.MS_NOSUID | kernel.MS_NOEXEC, "newinstance,ptmxmode=0666")
     links = {"ptmx": "pts/ptmx", "fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2"}
     for name, target in links.items():
@@ -163,13 +165,18 @@ def _mount_dev(dev: str, owner: int, config: dict[str, Any]) -> None:
 
 def _mount_sys(sys: str, owner: int) -> None:
     """Nothing of the host but the processors that this sandbox may use, where libraries look for their number."""
-    _tmpfs(sys, owner, 0o755, 65536)
+    mount_tmpfs(sys, owner, 0o755, 65536)
     path = sys + "/devices/system/cpu"
     os.makedirs(path)
+    tell_processors(path)
+    kernel.restrict_mount(sys, kernel.ATTR_RDONLY)
+
+
+def tell_processors(path: str) -> None:
+    """Write the files in which libraries look for the number of processors; it is that of this process."""
     count = len(os.sched_getaffinity(0))
     for name in ("online", "possible", "present"):
-        _write(f"{path}/{name}", f"0-{count - 1}\n" if count > 1 else "0\n")
-    kernel.restrict_mount(sys, kernel.ATTR_RDONLY)
+        write(f"{path}/{name}", f"0-{count - 1}\n" if count > 1 else "0\n")
 
 
 def _finish(config: dict[str, Any], parent: socket.socket, rootless: bool) -> None:
@@ -178,9 +185,9 @@ def _finish(config: dict[str, Any], parent: socket.socket, rootless: bool) -> No
     socket.sethostname("sandbox")
     if not rootless:
         with contextlib.suppress(OSError):
-            _write("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0")
+            write("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0")
     sysctl = os.open("/proc/sys", os.O_PATH | os.O_CLOEXEC)
-    _mask_proc()
+    mask_proc()
     if not rootless:
         kernel.unshare(kernel.NEWUSER)
         parent.send(b"1")
@@ -194,13 +201,19 @@ def _finish(config: dict[str, Any], parent: socket.socket, rootless: bool) -> No
         os.write(file, b"0")
         os.close(file)
     os.close(sysctl)
+    give_up_privileges(config)
+
+
+def give_up_privileges(config: dict[str, Any]) -> None:
+    """The last step of entering: limits, few capabilities, no new privileges, fewer system calls."""
     set_rlimits(config)
     kernel.drop_capabilities()
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     seccomp.refuse_dangerous_calls()
 
 
-def _mask_proc() -> None:
+def mask_proc() -> None:
+    """Hide what /proc tells of the host and could change there."""
     for name in _MASKED:
         if os.path.exists(f"/proc/{name}"):
             kernel.bind("/dev/null", f"/proc/{name}")

@@ -1,9 +1,9 @@
 """Process 1 of a sandbox: a small loop that holds the shell, reaps orphans and answers the node.
 
-It lives as long as its lifeline, a socket to the launcher; then it ends and, with its namespace, everything else. The
-control socket to a node may end before: what runs goes on, its answer is kept under its key, and the next control
-socket comes over the lifeline. Long file work happens in forked children that stream through a pipe which the node
-handed over.
+It lives as long as its lifeline, a socket to the launcher, and beside a container that somebody else made as long as
+the first process of that (the `anchor`); then it ends and, with its namespace, everything else. The control socket to a
+node may end before: what runs goes on, its answer is kept under its key, and the next control socket comes over the
+lifeline. Long file work happens in forked children that stream through a pipe which the node handed over.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class Init:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.poller.register(self._wake, select.POLLIN)
         self.poller.register(lifeline, select.POLLIN)
+        self.anchor: int = config.get("anchor", lifeline.fileno())
+        self.poller.register(self.anchor, select.POLLIN)
         self.operations: dict[str, Callable[[Reply, dict[str, Any], bytes], None]] = {
             "begin": self._begin,
             "status": self._status,
@@ -91,6 +93,8 @@ class Init:
                 self._serve(control)
             if self.lifeline.fileno() in ready:
                 self._listen()
+            elif self.anchor in ready:
+                raise EOFError
             self.shell.tick()
             if self.control is not None:
                 with contextlib.suppress(OSError):  # the end of the socket tells the rest

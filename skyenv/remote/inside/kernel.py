@@ -39,6 +39,11 @@ def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), f"unshare({flags:#x})")
 
 
+def enter(pidfd: int, flags: int) -> None:
+    """Join the namespaces named by `flags` of the process behind `pidfd`, all of them or none."""
+    _check(_libc.setns(ctypes.c_int(pidfd), ctypes.c_int(flags)), f"setns({flags:#x})")
+
+
 def prctl(option: int, value: int, third: int = 0) -> None:
     """Operate on this process, with integer arguments."""
     zero = ctypes.c_ulong(0)
@@ -83,14 +88,14 @@ def bind(source: str, target: str) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
 
 
-def restrict_mount(target: str, attributes: int) -> None:
-    """Set mount attributes (read-only, nosuid, nodev) on `target` and everything mounted below it."""
+def restrict_mount(target: str, attributes: int, *, below: bool = True) -> None:
+    """Set mount attributes (read-only, nosuid, nodev) on `target` and, unless not `below`, all mounted below it."""
     request = struct.pack("QQQQ", attributes, 0, 0, 0)
     result = _libc.syscall(
         ctypes.c_long(_SYS_MOUNT_SETATTR),
         ctypes.c_int(_AT_FDCWD),
         ctypes.c_char_p(os.fsencode(target)),
-        ctypes.c_uint(_AT_RECURSIVE),
+        ctypes.c_uint(_AT_RECURSIVE if below else 0),
         ctypes.c_char_p(request),
         ctypes.c_size_t(len(request)),
     )

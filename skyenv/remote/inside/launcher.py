@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import children, kernel, processes
+from . import children, join, kernel, processes
 from .cgroups import RECORD, Group, Hierarchy
 from .wire import Connection, Frame
 
@@ -33,12 +33,13 @@ Asker = tuple[Connection, int]
 class Held:
     """A sandbox: its lifeline, the record that its node keeps with it, and who waits for what."""
 
-    __slots__ = ("doomed", "ended", "freezing", "frozen", "lifeline", "pid", "record", "starting")
+    __slots__ = ("anchor", "doomed", "ended", "freezing", "frozen", "lifeline", "pid", "record", "starting")
 
     def __init__(self, lifeline: socket.socket, record: dict[str, Any]) -> None:
         self.lifeline = lifeline
         self.record = record
         self.pid = 0
+        self.anchor: int | None = None
         self.starting: tuple[int, Asker] | None = None
         self.doomed = self.frozen = False
         self.freezing: list[Asker] = []
@@ -143,6 +144,8 @@ class Launcher:
         lifeline.setblocking(False)
         held = Held(lifeline, header["record"])
         try:
+            if "target" in request:
+                request["anchor"] = held.anchor = join.anchor_of(request)
             children.prepare_directories(request)
             held.pid = os.fork()
             if not held.pid:
@@ -150,6 +153,8 @@ class Launcher:
         except OSError:
             os.close(reader)
             lifeline.close()
+            if held.anchor is not None:
+                join.end(held.anchor)
             raise
         finally:
             theirs.close()
@@ -281,6 +286,8 @@ class Launcher:
         if held.freezing:
             self.poller.unregister(held.lifeline.fileno())
         held.lifeline.close()
+        if held.anchor is not None:
+            join.end(held.anchor)
         self.burials[name] = (Group.of(self.hierarchies, name), held.ended)
         self._remove_later(f"{self.state}/{name}")
 
