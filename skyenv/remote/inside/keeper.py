@@ -19,6 +19,7 @@ import os
 import resource
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -41,11 +42,14 @@ _OURS = ("SKYENV_", "KUBERNETES_", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
 
 class Line:
-    """A stream to somebody who may be a node; a hello with the right key makes it the one."""
+    """A stream to somebody who may be a node; a hello with the right key makes it the one. `peer` is its relay's pid:
+    a guest, which the init neither stops nor kills.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self.peer: int = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         self.messages = Messages()
         self.out = bytearray()
         self.heard = time.monotonic()
@@ -63,6 +67,7 @@ class Keeper:
     def __init__(self, listener: socket.socket, lifeline: socket.socket, config: dict[str, Any]) -> None:
         lifeline.settimeout(LIFELINE_TIMEOUT)
         self.listener, self.lifeline, self.config = listener, lifeline, config
+        self.guests: set[int] = config["guests"]
         self.patience: float = config["patience"]
         self.started = time.time()
         self.image_env = {key: value for key, value in os.environ.items() if not key.startswith(_OURS)}
@@ -170,6 +175,7 @@ class Keeper:
         if self.bridge is not None:
             line.out += message(HELLO, 0, self.epoch + COUNT.pack(self.bridge.received_count))
             self.line = line
+            self.guests.add(line.peer)
             self.bridge.resume(count)
 
     def _renew(self, epoch: bytes) -> None:
@@ -198,6 +204,7 @@ class Keeper:
     def _hang_up(self) -> None:
         if self.line is not None:
             self.line.sock.close()
+            self.guests.discard(self.line.peer)
             self.line, self.left = None, time.monotonic()
             if self.bridge is not None:
                 self.bridge.pause()
@@ -317,7 +324,7 @@ def open_oom_counter() -> int | None:
 
 def main() -> NoReturn:
     """Entry point: argument 1 is the configuration as JSON (run_dir, home, shells, file_bytes, patience, python)."""
-    config = json.loads(sys.argv[1])
+    config = {**json.loads(sys.argv[1]), "guests": set()}
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(ADDRESS)
     listener.listen(8)
