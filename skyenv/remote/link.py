@@ -70,6 +70,7 @@ class Link:
         self._bridge = Bridge([ours, answers], passes=True)
         self._wakers = _Wakers()
         self._met = anyio.Event()
+        self._trouble = "it was not reached"
         self.lost: str | None = None
 
     async def meet(self, timeout: float) -> None:
@@ -79,7 +80,7 @@ class Link:
         if self.lost is not None:
             raise SandboxLost(self.lost)
         if not self._met.is_set():
-            raise SandboxUnavailable(f"the sandbox did not answer within {timeout} s", retry_after=1.0)
+            raise SandboxUnavailable(f"the sandbox did not answer within {timeout} s: {self._trouble}", 1.0)
 
     def close(self, reason: str) -> None:
         """End the line; whoever waits at either socket is told the reason. Idempotent."""
@@ -111,15 +112,15 @@ class Link:
                     async with self._line.open() as stream:
                         await self._converse(stream)
             except SandboxError as error:
-                trouble = str(error)
+                self._trouble = str(error)
             else:
-                trouble = "the stream ended"
+                self._trouble = "the stream ended"
             if self._bridge.connected:
                 pause, since = RETRY_FIRST, anyio.current_time()
             self._bridge.pause()
             self.lost = await self._line.verdict()
             if self.lost is None and anyio.current_time() - since > self._line.patience + SILENCE:
-                self.lost = f"the sandbox could not be reached any more: {trouble}"
+                self.lost = f"the sandbox could not be reached any more: {self._trouble}"
             await anyio.sleep(0.0 if self.lost else pause)
             pause = min(RETRY_MOST, pause * 2)
 

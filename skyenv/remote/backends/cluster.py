@@ -69,9 +69,8 @@ class Cluster:
 
     def path(self, plural: str, name: str = "", *, group: str = "api/v1", sub: str = "") -> str:
         """The path of a collection or object of this namespace."""
-        return "/".join(
-            part for part in ("", group, "namespaces", self.namespace, plural, name, sub) if part or not sub
-        )
+        parts = (group, "namespaces", self.namespace, plural, name, sub)
+        return "/" + "/".join(part for part in parts if part)
 
     # Pods.
 
