@@ -28,10 +28,13 @@ class ServeOptions:
     token: str | None = None
     token_file: Path | None = None
     backend: str = "local"
+    max_sandboxes: int = 1024
 
     def __post_init__(self) -> None:
         if self.token is not None and not self.token:
             raise ConfigError("token: must not be empty")
+        if self.max_sandboxes < 1:
+            raise ConfigError(f"max_sandboxes: {self.max_sandboxes} is not at least 1")
         if self.token is None and self.token_file is None and not self.listening.loopback:
             raise ConfigError(f"host {self.listening.host} is reachable from other machines; pass a token")
 
@@ -49,7 +52,7 @@ def serve(options: ServeOptions, *, on_ready: Callable[[str], None] = LOG.info) 
 
 
 async def _serve(options: ServeOptions, on_ready: Callable[[str], None]) -> None:
-    node, tokens = Node(backends.get(options.backend)), options.tokens()
+    node, tokens = Node(backends.get(options.backend), max_sandboxes=options.max_sandboxes), options.tokens()
     with options.listening.bind() as listener:
         async with background_tasks() as group:
             stop = anyio.Event()
