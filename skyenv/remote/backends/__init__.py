@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from skyenv.errors import ConfigError
 from skyenv.remote.protocol import CreateRequest
 
+CHOICES = "choose 'local', 'docker', 'kubernetes' or 'process' (which isolates nothing)"
 Record = dict[str, Any]
 
 
@@ -106,8 +107,18 @@ class Backend(Protocol):
         ...
 
 
-def get(name: str, *, image: str | None = None) -> Backend:
-    """A backend by name. `image` is what sandboxes get whose request names none. ConfigError naming the choices."""
+def get(name: str, *, image: str | None = None, **options: Any) -> Backend:
+    """A backend by name. ConfigError naming the choices.
+
+    `image` is what sandboxes get whose request names none; `options` are the backend's own.
+    """
+    if name == "kubernetes":
+        from skyenv.remote.backends.kubernetes import KubernetesBackend
+        from skyenv.remote.backends.pods import read_options
+
+        return KubernetesBackend(read_options({"default_image": image} | options))
+    if options:
+        raise ConfigError(f"backend {name!r} has no options, but {', '.join(sorted(options))} was given")
     if name == "local":
         from skyenv.remote.backends.local import LocalBackend
 
@@ -120,4 +131,4 @@ def get(name: str, *, image: str | None = None) -> Backend:
         from skyenv.remote.backends.docker import DockerBackend
 
         return DockerBackend(image)
-    raise ConfigError(f"backend {name!r} is unknown; choose 'local', 'docker' or 'process' (which isolates nothing)")
+    raise ConfigError(f"backend {name!r} is unknown; {CHOICES}")

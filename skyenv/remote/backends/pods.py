@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from skyenv.errors import ConfigError
+from skyenv.errors import ConfigError, did_you_mean
 from skyenv.remote import portable
 from skyenv.remote.protocol import Spec, State
 
@@ -69,6 +69,15 @@ class KubernetesOptions:
             raise ConfigError(f"kubernetes.network {self.network!r}: choose 'none' or 'cluster'")
         if self.pull_policy not in ("Always", "IfNotPresent", "Never"):
             raise ConfigError(f"kubernetes.pull_policy {self.pull_policy!r}: choose Always, IfNotPresent or Never")
+
+
+def read_options(values: Mapping[str, Any]) -> KubernetesOptions:
+    """Options from a configuration file. ConfigError naming a key that does not exist."""
+    known = [each.name for each in fields(KubernetesOptions)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"kubernetes has no option {key!r}{did_you_mean(key, known)}")
+    return KubernetesOptions(**values)
 
 
 @dataclass(frozen=True, slots=True)
