@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from skyenv.errors import (
     ConfigError,
     EnvError,
+    NotCarried,
     SandboxConflict,
     SandboxError,
     SandboxLost,
@@ -51,7 +52,9 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Model = TypeVar("Model", bound=BaseModel)
 
-ErrorCode = Literal["unavailable", "lost", "protocol", "path", "conflict", "busy", "config", "unauthorized", "internal"]
+ErrorCode = Literal[
+    "unavailable", "lost", "protocol", "path", "conflict", "busy", "not_carried", "config", "unauthorized", "internal",
+]  # fmt: skip
 
 State = Literal["queued", "pulling", "starting", "running"]
 """How far a call is that was answered with 202; meta `state`."""
@@ -157,6 +160,24 @@ class NodeReport(BaseModel):
     version: str = "1.0"
 
 
+class SnapshotParameters(BaseModel):
+    """The query of `POST /sandboxes/{id}/snapshot`; without `shell` only files are kept."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shell: bool = False
+    drop: bool = False
+
+
+class RollbackParameters(BaseModel):
+    """The query of `POST /sandboxes/{id}/rollback`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    snapshot: str
+    drop: bool = False
+
+
 class WireError(BaseModel):
     """The body of every answer that is not a success."""
 
@@ -165,6 +186,7 @@ class WireError(BaseModel):
     retry_after: float | None = None
     errno: int | None = None
     reason: Reason | None = None
+    items: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -189,6 +211,7 @@ STATUS: Mapping[ErrorCode, int] = {
     "path": 404,
     "conflict": 409,
     "busy": 409,
+    "not_carried": 409,
     "config": 422,
     "unauthorized": 401,
     "internal": 500,
@@ -213,6 +236,7 @@ _CODES: tuple[tuple[type[SkyEnvError], ErrorCode], ...] = (
     (SandboxUnavailable, "unavailable"),
     (SandboxLost, "lost"),
     (SandboxProtocolError, "protocol"),
+    (NotCarried, "not_carried"),
     (EnvError, "busy"),
     (ConfigError, "config"),
     (SkyEnvError, "internal"),
@@ -235,6 +259,7 @@ def encode_error(error: SkyEnvError) -> WireError:
         retry_after=error.retry_after if isinstance(error, SandboxUnavailable) else None,
         errno=error.errno if isinstance(error, SandboxPathError) else None,
         reason=cast("Reason | None", error.reason) if isinstance(error, SandboxError) else None,
+        items=error.items if isinstance(error, NotCarried) else (),
     )
 
 
@@ -252,6 +277,8 @@ def decode_error(body: bytes, status: int = 500) -> SkyEnvError:
     if wire.code in ("path", "conflict"):
         kind = SandboxConflict if wire.code == "conflict" else SandboxPathError
         return kind(wire.errno, wire.message)
+    if wire.code == "not_carried":
+        return NotCarried(wire.items)
     if wire.code in _SANDBOX_TYPES:
         return _SANDBOX_TYPES[wire.code](wire.message, reason=wire.reason)
     return EnvError(wire.message) if wire.code == "busy" else ConfigError(wire.message)

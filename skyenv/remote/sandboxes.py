@@ -20,11 +20,12 @@ import anyio
 from anyio.abc import TaskGroup
 
 from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable, SkyEnvError
+from skyenv.remote import snapshots
 from skyenv.remote.backends import Backend
 from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
-from skyenv.remote.protocol import CreateRequest
+from skyenv.remote.protocol import CreateRequest, RollbackParameters, SnapshotParameters
 from skyenv.remote.session import ENDED, Session
 from skyenv.remote.tasks import background_tasks
 
@@ -76,6 +77,13 @@ class Node:
             raise SandboxUnavailable("the node is not open")
         return self._calls
 
+    @property
+    def group(self) -> TaskGroup:
+        """Tasks that live as long as the node."""
+        if self._group is None:
+            raise SandboxUnavailable("the node is not open")
+        return self._group
+
     def session(self, name: str) -> Session:
         """A living sandbox, its lease renewed. SandboxLost with the reason when there is none."""
         session = self._sessions.get(name)
@@ -112,21 +120,23 @@ class Node:
         return Result({})
 
     async def _start(self, name: str, request: CreateRequest) -> None:
-        if self._group is None:
-            raise SandboxUnavailable("the node is not open")
         sandbox = uuid.uuid4().hex
-        record = {"name": name, "ttl": request.spec.ttl}
+        record = {"name": name, "ttl": request.spec.ttl, "request": request.model_dump(mode="json", exclude_unset=True)}
         try:
             sock = await self.backend.create(sandbox, request, record)
         except SkyEnvError:
             await self._bury(sandbox)
             raise
-        session = self._sessions[name] = Session(sandbox, sock, record, self.backend, self._group, self.metrics)
-        self._group.start_soon(self._serve, session, session.channel)
-        env = self.backend.environment(sandbox)
+        session = self._sessions[name] = Session(sandbox, sock, record, self.backend, self.group, self.metrics)
+        self.group.start_soon(self._serve, session, session.channel)
+        await self._begin(session, request)
+
+    async def _begin(self, session: Session, request: CreateRequest) -> None:
+        env = self.backend.environment(session.sandbox)
         if request.spec.cpus is not None:
             env["OMP_NUM_THREADS"] = str(max(1, round(request.spec.cpus)))
-        await session.begin(env | request.env)
+        state = self.backend.shell_state(request.snapshot) if request.snapshot is not None else b""
+        await session.begin(env | request.env, state, request.env)
 
     async def _serve(self, session: Session, channel: Channel) -> None:
         await channel.serve()
@@ -168,12 +178,28 @@ class Node:
             for name in [name for name, session in self._sessions.items() if session.expired]:
                 await self._end(name, "its lease ran out")
 
-    async def snapshot(self, name: str) -> Result:
-        """Copy a sandbox's files while nothing in it moves."""
+    async def snapshot(self, name: str, wanted: SnapshotParameters) -> Result:
+        """Keep a sandbox as it is."""
+        with self.metrics.timed("snapshot"):
+            return Result({"snapshot": await snapshots.take(self.session(name), self.backend, wanted)})
+
+    async def rollback(self, name: str, wanted: RollbackParameters) -> Result:
+        """Put a new instance that starts from a snapshot behind a sandbox's name; lease and calls stay."""
         session = self.session(name)
-        async with session.still():
-            with self.metrics.timed("snapshot"):
-                return Result({"snapshot": await self.backend.snapshot(session.sandbox, b"")})
+        request = CreateRequest(**(session.record["request"] | {"snapshot": wanted.snapshot}))
+        async with session.alone():
+            await snapshots.refuse_to_end(session, wanted.drop)
+            former, sandbox = session.sandbox, uuid.uuid4().hex
+            try:
+                sock = await self.backend.create(sandbox, request, session.record)
+            except SkyEnvError:
+                await self._bury(sandbox)
+                raise
+            session.exchange(sandbox, sock)
+            self.group.start_soon(self._serve, session, session.channel)
+            self.group.start_soon(self._bury, former)
+            await self._begin(session, request)
+        return Result({})
 
     def renew(self, names: list[str]) -> list[str]:
         """Renew leases; returns the names that are not alive."""
