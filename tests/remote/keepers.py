@@ -196,7 +196,7 @@ class KeeperBackend:
     async def thaw(self, sandbox: str) -> None:
         await self._links[sandbox].ask("go")
 
-    async def snapshot(self, sandbox: str, shell: bytes) -> str:
+    async def snapshot(self, sandbox: str, shell: bytes, *, idle: bool = False) -> str:
         raise ConfigError("no snapshots")
 
     def shell_state(self, snapshot: str) -> bytes:

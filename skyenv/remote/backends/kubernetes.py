@@ -327,7 +327,7 @@ class KubernetesBackend:
             raise ConfigError(f"snapshot {snapshot!r} does not exist on this node")
         return self._snapshots[snapshot] if snapshot is not None else None
 
-    async def snapshot(self, sandbox: str, shell: bytes) -> str:
+    async def snapshot(self, sandbox: str, shell: bytes, *, idle: bool = False) -> str:
         """Keep what changed in the pod since it started, and the names of everything else."""
         name, pod = secrets.token_hex(16), self._api.pods[self._pods[sandbox]]
         image = next(each["image"] for each in pod["spec"]["containers"] if each["name"] == pods.CONTAINER)
