@@ -21,6 +21,7 @@ from skyenv.remote import backends
 from skyenv.remote.client import SandboxClient, connect
 from skyenv.remote.node import app_for
 from skyenv.remote.sandboxes import Node
+from skyenv.remote.sending import Sender
 from skyenv.testing import check_sandbox
 
 pytestmark = pytest.mark.k8s
@@ -42,8 +43,8 @@ async def client_of(options: dict[str, Any]) -> AsyncIterator[SandboxClient]:
     node = Node(backends.get("kubernetes", **options))
     async with node.open():
         transport = httpx.ASGITransport(app_for(node), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://node", timeout=None) as http:
-            yield SandboxClient(http)
+        async with Sender(transport, "http://node", {}) as sender:
+            yield SandboxClient(sender)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from skyenv.remote.link import Line, Link
 from skyenv.remote.node import app_for
 from skyenv.remote.protocol import CreateRequest
 from skyenv.remote.sandboxes import Node
+from skyenv.remote.sending import Sender
 from skyenv.remote.tasks import background_tasks
 
 KEY = b"k" * 32
@@ -217,5 +218,5 @@ async def client_of(backend: KeeperBackend) -> AsyncIterator[SandboxClient]:
     node = Node(backend)
     async with node.open():
         transport = httpx.ASGITransport(app_for(node), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://node", timeout=None) as http:
-            yield SandboxClient(http)
+        async with Sender(transport, "http://node", {}) as sender:
+            yield SandboxClient(sender)

@@ -298,8 +298,7 @@ class KubernetesBackend:
     async def stats(self, sandbox: str) -> Stats:
         """What the pod's control groups count."""
         answer = await self._link(sandbox).ask("stats")
-        names = ("memory_bytes", "cpu_seconds", "pids", "oom_kills")
-        return Stats(**{name: answer.get(name) for name in names})
+        return Stats(answer["memory_bytes"], answer["cpu_seconds"], answer["pids"], answer["oom_kills"])
 
     async def freeze(self, sandbox: str) -> None:
         """Stop every process but the init, which then has nothing to do."""

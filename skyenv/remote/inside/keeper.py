@@ -303,8 +303,9 @@ def stats() -> dict[str, Any]:
     base = "/sys/fs/cgroup/"
     counter = open_oom_counter()
     micros, nanos = _number(base + "cpu.stat"), _number(base + "cpuacct/cpuacct.usage")
+    memory = _number(base + "memory.current", base + "memory/memory.usage_in_bytes")
     answer = {
-        "memory_bytes": _number(base + "memory.current", base + "memory/memory.usage_in_bytes"),
+        "memory_bytes": None if memory is None else max(0, memory - _file_cache(base)),
         "cpu_seconds": micros / 1e6 if micros is not None else nanos / 1e9 if nanos is not None else None,
         "pids": _number(base + "pids.current", base + "pids/pids.current"),
         "oom_kills": oom_kills(counter) if counter is not None else None,
@@ -312,6 +313,14 @@ def stats() -> dict[str, Any]:
     if counter is not None:
         os.close(counter)
     return answer
+
+
+def _file_cache(base: str) -> int:
+    """Bytes that are counted as memory but would be dropped at once."""
+    for name, key in (("memory.stat", "inactive_file"), ("memory/memory.stat", "total_inactive_file")):
+        with contextlib.suppress(OSError), open(base + name) as file:
+            return next((int(line.split()[1]) for line in file if line.startswith(f"{key} ")), 0)
+    return 0
 
 
 def open_oom_counter() -> int | None:
