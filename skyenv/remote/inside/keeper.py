@@ -333,7 +333,7 @@ def open_oom_counter() -> int | None:
 
 def main() -> NoReturn:
     """Entry point: argument 1 is the configuration as JSON (run_dir, home, shells, file_bytes, patience, python)."""
-    config = {**json.loads(sys.argv[1]), "guests": set()}
+    config = {"isolated": True, **json.loads(sys.argv[1]), "guests": set()}
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(ADDRESS)
     listener.listen(8)
