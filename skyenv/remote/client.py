@@ -219,12 +219,16 @@ def _no_listener(_state: str) -> None:
 
 
 class RemoteSandbox:
-    """A `Sandbox` on a node. Made and deleted by `SandboxClient.sandbox`. Not safe to share between tasks."""
+    """A `Sandbox` on a node. Made and deleted by `SandboxClient.sandbox`. Not safe to share between tasks.
+
+    Requests for it must carry `secret` in the header `skyenv-sandbox-token`, whoever sends them.
+    """
 
     def __init__(
         self, client: SandboxClient, name: str, env: Mapping[str, str] | None, spec: Spec, headers: Headers
     ) -> None:
         self.name = name
+        self.secret = headers[SECRET]
         self._headers = dict(headers)
         self._client = client
         self._env = env

@@ -8,6 +8,7 @@ leaves behind is nothing.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import re
 import uuid
@@ -19,14 +20,16 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable, SkyEnvError
+from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxProtocolError, SandboxUnavailable, SkyEnvError
+from skyenv.remote.admission import Admission
 from skyenv.remote.backends import Backend
 from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
-from skyenv.remote.protocol import CreateRequest
+from skyenv.remote.protocol import VERSION, CreateRequest, State
 from skyenv.remote.session import ENDED, Session
 from skyenv.remote.tasks import background_tasks
+from skyenv.remote.tokens import fingerprint
 
 LOG = logging.getLogger(__name__)
 REAP_INTERVAL = 0.5
@@ -39,15 +42,15 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 class Node:
     """Sandboxes by name, from creation to burial. Enter it with `open`."""
 
-    def __init__(self, backend: Backend, *, max_sandboxes: int = 512) -> None:
+    def __init__(self, backend: Backend, *, admission: Admission | None = None) -> None:
         self.backend = backend
+        self.admission = admission or Admission()
         self.metrics = Metrics()
         self.metrics.watch(self._census)
-        self._max = max_sandboxes
         self._sessions: dict[str, Session] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._starts = anyio.CapacityLimiter(STARTS_AT_A_TIME)
-        self._places: set[str] = set()
+        self._secrets: dict[str, str] = {}
         self._closing = False
         self._group: TaskGroup | None = None
         self._calls: CallLog | None = None
@@ -84,21 +87,38 @@ class Node:
         session.touch()
         return session
 
-    async def create(self, name: str, request: CreateRequest) -> Result:
-        """Start a sandbox under a name that the client chose."""
+    def check_secret(self, name: str, sent: str) -> None:
+        """SandboxProtocolError unless `sent` is what the client of this sandbox chose; takes as long either way."""
+        known = self._secrets.get(name)
+        if known is not None and not hmac.compare_digest(known, fingerprint(sent)):
+            raise SandboxProtocolError("the sandbox's own token is missing or wrong", reason="sandbox_token")
+
+    def _say(self, name: str, state: State) -> None:
+        """Tell whoever waits for a creation how far it is."""
+        call = self.calls.find(name)
+        if call is not None:
+            call.enter(state)
+
+    async def create(self, name: str, request: CreateRequest, *, secret: str = "", wait: bool = True) -> Result:
+        """Start a sandbox under a name that the client chose, once there is a place; without `wait`, only if there is.
+
+        Who sends another `secret` later is refused; an empty one protects nothing.
+        """
         if not _NAME.fullmatch(name):
             raise ConfigError("a sandbox's name is 32 hexadecimal digits")
         if name in self._gone:
             raise SandboxLost(f"sandbox {name}: {self._gone[name]}")
         if self._closing:
-            raise SandboxUnavailable("the node is closing")
-        if len(self._places) >= self._max:
-            raise SandboxUnavailable(f"all {self._max} places of this node are taken", retry_after=1.0)
-        self._places.add(name)
+            raise SandboxUnavailable("the node is closing", 1.0, reason="closing")
+        if secret:
+            self._secrets[name] = fingerprint(secret)
         try:
+            self._say(name, "queued")
             with self.metrics.timed("queue"):
+                await self.admission.enter(name, wait=wait)
                 await self._starts.acquire_on_behalf_of(name)
             try:
+                self._say(name, "starting")
                 with self.metrics.timed("start"):
                     await self._start(name, request)
             finally:
@@ -115,7 +135,7 @@ class Node:
         if self._group is None:
             raise SandboxUnavailable("the node is not open")
         sandbox = uuid.uuid4().hex
-        record = {"name": name, "ttl": request.spec.ttl}
+        record = {"name": name, "ttl": request.spec.ttl, "secret": self._secrets.get(name)}
         try:
             sock = await self.backend.create(sandbox, request, record)
         except SkyEnvError:
@@ -153,7 +173,8 @@ class Node:
             if session is not None:
                 session.channel.close("the sandbox was deleted")
                 await self._bury(session.sandbox)
-            self._places.discard(name)
+            self.admission.leave(name)
+            self._secrets.pop(name, None)
 
     async def _bury(self, sandbox: str) -> None:
         try:
@@ -187,14 +208,21 @@ class Node:
 
     def _census(self) -> Census:
         """For the metrics."""
-        starting = len(self._places) - len(self._sessions)
+        starting = self.admission.used - len(self._sessions)
         return Census(
-            slots=self._max,
-            used=len(self._places),
+            slots=self.admission.slots,
+            used=self.admission.used,
             states={"running": len(self._sessions), "starting": max(0, starting)},
-            waiting=self._starts.statistics().tasks_waiting,
+            waiting=self.admission.waiting + self._starts.statistics().tasks_waiting,
         )
 
     def describe(self) -> dict[str, Any]:
         """For `health`."""
-        return {**self.backend.describe(), "sandboxes": len(self._sessions), "max_sandboxes": self._max}
+        return {
+            **self.backend.describe(),
+            "version": VERSION,
+            "sandboxes": len(self._sessions),
+            "max_sandboxes": self.admission.slots,
+            "queued": self.admission.waiting,
+            "draining": self.admission.draining,
+        }
