@@ -8,6 +8,7 @@ infrastructure raises, and what it raises is one of these types, so that a failu
      |   +- SandboxUnavailable    no sandbox to be had now; `retry_after` seconds
      |   +- SandboxLost           it existed and is gone
      |   +- SandboxProtocolError  client and node do not understand each other
+     |   +- DeadlineExceeded      a stage, the wait for its slot, or a whole trajectory took too long
      +- SourceUnavailable     the files of a task cannot be fetched now
      +- EngineError           the inference server failed (a full context is a StopReason, not an error)
      +- EnvError              a bug of an environment's or a tool's author
@@ -52,6 +53,10 @@ class SandboxLost(SandboxError):
 
 class SandboxProtocolError(SandboxError):
     """Client and node server do not understand each other."""
+
+
+class DeadlineExceeded(SandboxError):
+    """An infrastructure deadline passed: of a stage, of the wait for its slot, or of the whole trajectory."""
 
 
 class SandboxPathError(SkyEnvError, OSError):

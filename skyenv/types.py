@@ -140,7 +140,7 @@ class FileInfo(NamedTuple):
 
 
 class StopReason(StrEnum):
-    """Why a trajectory ended. The last four are infrastructure's or an author's fault, never the policy's."""
+    """Why a trajectory ended. The last five say nothing about the policy: failures, or no longer needed."""
 
     FINISH = "finish"
     MAX_TURNS = "max_turns"
@@ -153,6 +153,7 @@ class StopReason(StrEnum):
     ENGINE_ERROR = "engine_error"
     TOOL_BUG = "tool_bug"
     EVAL_ERROR = "eval_error"
+    CANCELLED = "cancelled"
 
     @property
     def is_failure(self) -> bool:
@@ -160,7 +161,15 @@ class StopReason(StrEnum):
         return self in _FAILURES
 
 
-_FAILURES = frozenset({StopReason.SANDBOX_ERROR, StopReason.ENGINE_ERROR, StopReason.TOOL_BUG, StopReason.EVAL_ERROR})
+_FAILURES = frozenset(
+    {
+        StopReason.SANDBOX_ERROR,
+        StopReason.ENGINE_ERROR,
+        StopReason.TOOL_BUG,
+        StopReason.EVAL_ERROR,
+        StopReason.CANCELLED,
+    }
+)
 
 StopPolicy = Literal["keep", "mask", "zero", "penalty"]
 
@@ -170,7 +179,8 @@ class Limits:
     """Budgets of one trajectory. Seconds and tokens; the agent's clock starts with the run stage.
 
     `wall_clock` running out is a valid sample of a slow policy; the `*_timeout` deadlines guard infrastructure and
-    end in a masked failure.
+    end in a masked failure: `queue_timeout` bounds the wait for a stage's slot, `trajectory_timeout` everything from
+    admission to the verdict, all attempts together.
     """
 
     max_turns: int = 50
@@ -180,6 +190,8 @@ class Limits:
     init_timeout: float = 600.0
     turn_timeout: float = 900.0
     eval_timeout: float = 1900.0
+    queue_timeout: float = 7200.0
+    trajectory_timeout: float = 43200.0
     max_nudges: int = 3
 
 

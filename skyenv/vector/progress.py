@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 import anyio
 
-from skyenv.types import Trajectory
+from skyenv.types import StopReason, Trajectory
+from skyenv.vector.lanes import STAGES, Stage, Stages
 
-Stage = Literal["init", "run", "eval"]
 State = Literal["init_wait", "init", "run_wait", "run", "eval_wait", "eval", "close"]
-EventKind = Literal["stage", "retry", "done"]
+EventKind = Literal["stage", "retry", "stalled", "done"]
+STAGE_OF: Mapping[State, Stage] = MappingProxyType(
+    {"init_wait": "init", "init": "init", "run_wait": "run", "run": "run", "eval_wait": "eval", "eval": "eval"}
+)
+WAIT_OF: Mapping[Stage, State] = MappingProxyType({"init": "init_wait", "run": "run_wait", "eval": "eval_wait"})
+KEPT_TIMES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,8 @@ class Progress:
 
     `init`, `run` and `eval` are being served, `*_wait` stand in front of that stage with their sandbox ready (none
     yet for `init_wait`), `close` are freeing it. `done` counts all that came back, `failed` those of them with a
-    failure, `retried` attempts that were repeated. `reward_mean` is over trajectories with a reward.
+    failure (cancelled ones are none), `retried` attempts that were repeated. `reward_mean` is over trajectories with
+    a reward.
     """
 
     total: int | None
@@ -58,8 +65,30 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of the last `KEPT_TIMES` visits of a state: how many in all, median, p95 and maximum."""
+
+    count: int = 0
+    p50: float = 0.0
+    p95: float = 0.0
+    max: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageStats:
+    """One stage so far: who waits now, slots, and the share of slot-seconds that were used."""
+
+    waiting: int
+    busy: int
+    width: int
+    wait: Times
+    service: Times
+    utilisation: float
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineEvent:
-    """Something happened to one trajectory: it entered a state, is tried again, or came back."""
+    """Something happened to one trajectory: it entered a state, stalls in it, is tried again, or came back."""
 
     kind: EventKind
     task_id: str
@@ -73,12 +102,17 @@ OnEvent = Callable[[PipelineEvent], None]
 
 @dataclass(eq=False, slots=True)
 class Item:
-    """One requested (task, sample) on its way; `seconds` a state and `close_errors` add up over its attempts."""
+    """One requested (task, sample) on its way; `seconds` a state and `close_errors` add up over its attempts.
+
+    `stage` is the last one it came to, `told` whether it was named as stalled in its present state.
+    """
 
     task_id: str
     group_id: int
     sample_index: int
     state: State = "init_wait"
+    stage: Stage = "init"
+    told: bool = False
     admitted: float = 0.0
     since: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -95,6 +129,9 @@ class Board:
         self._states: Counter[State] = Counter()
         self._admitted = self._done = self._failed = self._retried = 0
         self._reward_sum, self._reward_count = 0.0, 0
+        self._visits: dict[State, deque[float]] = {}
+        self._counts: Counter[State] = Counter()
+        self._spent: dict[State, float] = defaultdict(float)
 
     def start(self) -> None:
         """The clock of the run starts; before, `seconds` is 0."""
@@ -111,7 +148,7 @@ class Board:
         """Move the item to another state; the time in the old one is added to `item.seconds`."""
         self._leave_state(item)
         self._states[state] += 1
-        item.state = state
+        item.state, item.stage, item.told = state, STAGE_OF.get(state, item.stage), False
         if state != "close":  # cleanup must not depend on a caller's function
             self._tell("stage", item)
 
@@ -127,18 +164,56 @@ class Board:
 
     def _leave_state(self, item: Item) -> None:
         now = anyio.current_time()
-        item.seconds[item.state] = item.seconds.get(item.state, 0.0) + now - item.since
+        spent = now - item.since
+        item.seconds[item.state] = item.seconds.get(item.state, 0.0) + spent
         item.since = now
         self._states[item.state] -= 1
+        self._visits.setdefault(item.state, deque(maxlen=KEPT_TIMES)).append(spent)
+        self._counts[item.state] += 1
+        self._spent[item.state] += spent
 
     def deliver(self, item: Item, trajectory: Trajectory) -> None:
         """The item came back with this trajectory."""
         self._done += 1
-        self._failed += trajectory.failure is not None
+        self._failed += trajectory.failure is not None and trajectory.stop_reason is not StopReason.CANCELLED
         if trajectory.reward is not None:
             self._reward_sum += trajectory.reward
             self._reward_count += 1
         self._tell("done", item)
+
+    def next_stall(self, after: float) -> float:
+        """Seconds until the next item will have been in its state for `after` seconds."""
+        now = anyio.current_time()
+        return min((item.since + after - now for item in self._items if not item.told), default=after)
+
+    def stalled(self, after: float) -> Iterator[tuple[Item, float]]:
+        """Items that have been in their state for `after` seconds, each once a visit, with their seconds."""
+        now = anyio.current_time()
+        for item in [item for item in self._items if not item.told and now - item.since >= after]:
+            item.told = True
+            self._tell("stalled", item)
+            yield item, now - item.since
+
+    def stats(self, stages: Stages) -> dict[Stage, StageStats]:
+        """What each stage did. Queue and slots are of all runs that share the stages, times are this run's."""
+        elapsed = 0.0 if self._started is None else anyio.current_time() - self._started
+        found = {}
+        for stage in STAGES:
+            lane, waiting = stages.lanes[stage], WAIT_OF[stage]
+            now = anyio.current_time()
+            served = self._spent[stage] + sum(now - item.since for item in self._items if item.state == stage)
+            used = served / (lane.width * elapsed) if elapsed else 0.0
+            found[stage] = StageStats(
+                lane.waiting, lane.busy, lane.width, self._times(waiting), self._times(stage), min(1.0, used)
+            )
+        return found
+
+    def _times(self, state: State) -> Times:
+        ordered = sorted(self._visits.get(state, ()))
+        if not ordered:
+            return Times()
+        middle, late = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.95))
+        return Times(self._counts[state], middle, late, ordered[-1])
 
     @property
     def counts(self) -> tuple[int, int]:

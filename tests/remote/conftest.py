@@ -11,7 +11,7 @@ import images
 import pytest
 from node_processes import SERVE, SERVE_DOCKER, SERVE_ROOTLESS, served
 
-DEBIAN, BUSYBOX = "skyenv-test/debian:2", "skyenv-test/busybox:2"
+DEBIAN, BUSYBOX = "skyenv-test/debian:4", "skyenv-test/busybox:3"
 NO_ENGINE = """no container engine answers at DOCKER_HOST ({host}).
 `make test` starts one of its own where dockerd and catatonit are installed (Debian: docker.io runc catatonit);
 or start yours and set DOCKER_HOST; or leave these tests out: pytest -m "not docker"."""

@@ -28,9 +28,9 @@ COREUTILS = (
 )  # fmt: skip
 TOOLS = (
     "awk", "cmp", "diff", "egrep", "find", "free", "getent", "git", "grep", "gzip", "less", "ldd", "more", "mount",
-    "patch", "pgrep", "pkill", "ps", "sed", "tar", "top", "tput", "unshare", "xargs",
+    "patch", "pgrep", "pkill", "ps", "sed", "tar", "tmux", "top", "tput", "unshare", "xargs",
 )  # fmt: skip
-TREES = ("/etc/pam.d", "/etc/security", "/lib/terminfo", "/usr/share/git-core/templates")
+TREES = ("/etc/pam.d", "/etc/security", "/lib/terminfo", "/usr/share/git-core/templates", "/usr/lib/locale/C.utf8")
 FILES = {
     "etc/passwd": "root:x:0:0:root:/root:/bin/bash\nuser:x:1000:1000:user:/home/user:/bin/bash\n"
     "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",

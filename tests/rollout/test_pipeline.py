@@ -517,7 +517,10 @@ plans = st.builds(
     close_error=st.sampled_from([None, None, None, OSError("x")]),
     valid=st.booleans(),
 )
-widths = st.builds(StageWidths, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.none() | st.integers(1, 6))
+bounds = st.none() | st.integers(4, 6)
+widths = st.builds(
+    StageWidths, *[st.integers(1, 4)] * 3, st.none() | st.integers(1, 6), most_init=bounds, most_eval=bounds
+)
 
 
 @settings(max_examples=80, deadline=None)
@@ -526,7 +529,8 @@ def test_exactly_once_whatever_fails_or_hangs(data: st.DataObject) -> None:
     tasks, group_size = data.draw(st.integers(0, 6)), data.draw(st.integers(1, 4))
     palette, chosen = data.draw(st.lists(plans, min_size=1, max_size=5)), random.Random(data.draw(st.integers()))
     ledger, widths_ = Ledger(), data.draw(widths)
-    attempts = data.draw(st.integers(1, 3))
+    attempts, enough = data.draw(st.integers(1, 3)), data.draw(st.none() | st.integers(1, group_size))
+    limits = Limits(queue_timeout=data.draw(st.sampled_from([100.0, 1e5])))
 
     async def main() -> list[Trajectory]:
         rolled = pipeline(
@@ -535,13 +539,14 @@ def test_exactly_once_whatever_fails_or_hangs(data: st.DataObject) -> None:
             widths=widths_,
             max_attempts=attempts,
             failures=NEVER,
+            limits=limits,
         )
         with anyio.fail_after(1e7):
-            return await drain(rolled, quests(tasks), group_size)
+            return [trajectory async for trajectory in rolled.run(quests(tasks), group_size, enough=enough)]
 
     found = virtual(main)
     assert keys(found) == wanted(tasks, group_size)
-    assert ledger.peak <= (widths_.live or widths_.init + widths_.run + widths_.eval) + _not_closed(found)
+    assert ledger.peak <= widths_.most_live + _not_closed(found)
     assert ledger.live == _not_closed(found)
     for trajectory in found:
         assert trajectory.stop_reason is not None

@@ -195,7 +195,7 @@ def translated_errors(what: str) -> Iterator[None]:
 def pull_error(what: str, text: str) -> ConfigError | SandboxUnavailable:
     """What an engine's complaint means: nothing will help, or it may work later."""
     if _LIMITED.search(text):
-        return SandboxUnavailable(f"{what}: the registry limits requests: {text}", RATE_LIMITED)
+        return SandboxUnavailable(f"{what}: the registry limits requests: {text}", RATE_LIMITED, reason="registry")
     if _MISSING.search(text) and not _UNREACHABLE.search(text):
         return ConfigError(f"{what}: {text}")
     return SandboxUnavailable(f"{what}: {text}", RETRY_AFTER)

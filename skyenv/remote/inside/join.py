@@ -95,6 +95,9 @@ def _mount_own(config: dict[str, Any]) -> None:
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     _raise_network()
     enter.mask_proc()
+    for name in enter.DEVICES:
+        # A mount point of this namespace cannot be removed, unlike the engine's device file.
+        kernel.bind(f"/dev/{name}", f"/dev/{name}")
     if os.path.isdir(_PROCESSORS):
         enter.mount_tmpfs(_PROCESSORS, 0, 0o755, 65536)
         enter.tell_processors(_PROCESSORS)

@@ -195,8 +195,12 @@ class Shell:
         if not self.pid:
             processes.kill_all()
         for name in os.listdir(self.dir):
+            path = f"{self.dir}/{name}"
             with contextlib.suppress(OSError):
-                os.unlink(f"{self.dir}/{name}")
+                if os.path.isdir(path) and not os.path.islink(path):
+                    os.rename(path, f"{self.dir}/.{os.urandom(8).hex()}")
+                else:
+                    os.unlink(path)
 
     def poll(self, soft_timeout: float | None, reply: Reply) -> bool:
         """Answer `reply` with what the running command comes to; False when there is none."""

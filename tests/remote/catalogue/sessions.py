@@ -1,0 +1,54 @@
+"""Rows of commands that break persistent shells elsewhere, and how one is run on a node."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyenv.remote.client import RemoteSandbox, connect
+from skyenv.types import ExecResult
+
+
+@dataclass(frozen=True)
+class Run:
+    """A command, and what it must come to; None means: whatever."""
+
+    command: str
+    output: str | Callable[[str], bool] | None = None
+    code: int | None = 0
+    timeout: float = 10.0
+    restarted: bool = False
+    timed_out: bool = False
+    within: float = 5.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def check(run: Run, result: ExecResult) -> None:
+    if callable(run.output):
+        assert run.output(result.output), result
+    elif run.output is not None:
+        assert result.output == run.output, result
+    if run.code is not None:
+        assert result.exit_code == run.code, result
+        assert result.session_restarted == run.restarted, result
+        assert result.timed_out == run.timed_out, result
+    assert result.seconds < run.within, result
+    assert not result.running
+
+
+@asynccontextmanager
+async def session(url: str, **options: Any) -> AsyncIterator[RemoteSandbox]:
+    """A sandbox whose session must answer within two seconds whatever the block did to it."""
+    async with connect(url, "secret") as client, client.sandbox(**{"pids": 256, **options}) as box:
+        yield box
+        alive = await box.exec("echo alive", timeout=2.0)
+        assert alive.output.endswith("alive\n"), alive
+        assert not alive.timed_out
+
+
+async def run_all(url: str, runs: list[Run], **options: Any) -> None:
+    async with session(url, **options) as box:
+        for run in runs:
+            check(run, await box.exec(run.command, timeout=run.timeout, **run.options))
