@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from catalogue.sessions import Run, run_all
 
 ROWS: dict[str, list[Run]] = {
