@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test check bench clean
+.PHONY: install demo test check bench bench-sandbox clean
 
 install: $(STAMP)
 
@@ -26,7 +26,11 @@ check: install
 	$(BIN)/mypy
 
 bench: install
-	for script in benchmarks/[!_]*.py; do $(BIN)/python $$script $(ARGS) || exit 1; done
+	for script in $(filter-out benchmarks/sandbox.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script $(ARGS) || exit 1; done
+
+# Beside peers: SWE-ReX in an environment of its own, and docker where an engine answers or can be started.
+bench-sandbox: install
+	.ci/services $(BIN)/python benchmarks/sandbox.py --swerex $(VENV)/swerex --install-swerex --json $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache

@@ -27,13 +27,18 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"min": ordered[0], "p50": statistics.median(ordered), "p95": at(0.95), "p99": at(0.99), "n": len(ordered)}
 
 
-def report(results: dict[str, Any], as_json: bool) -> None:
-    """Print a table of the spreads, then ratios and scalars, then the JSON object."""
+def table(results: dict[str, Any]) -> None:
+    """Print the spreads and scalars, a line each; what has no value is left out."""
     for name, value in results.items():
         if isinstance(value, dict):
             print(f"{name:34}" + "".join(f"  {key} {number:9.3f}" for key, number in value.items()))
-        else:
+        elif value is not None:
             print(f"{name:34}  {value:.3f}" if isinstance(value, float) else f"{name:34}  {value}")
+
+
+def report(results: dict[str, Any], as_json: bool) -> None:
+    """Print a table, then the JSON object."""
+    table(results)
     if as_json:
         machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "kernel": platform.release()}
         print(json.dumps({**results, "machine": machine}))

@@ -1,91 +1,215 @@
-"""What a sandbox costs: exec in a live session, create + first exec, fork, delete; in milliseconds.
+"""What a sandbox costs, with other people's beside it in the same minutes: `--json` ends with one object.
 
-Baselines in the same process and minute: a command through a bare pipe to bash (the limit), and a fresh `bash -c` for
-each command (what a tool without a session pays).
+Parts (`--only` picks some): exec, create, fork, snapshot, burst, gateway, density, tax. Servers of ours are processes
+of their own, reached over HTTP on loopback. Beside them run a bare pipe to bash (the limit), a fresh bash for each
+command, SWE-ReX from PyPI (`--swerex DIR`, made by `--install-swerex`) and `docker exec` (needs DOCKER_HOST;
+`.ci/services` starts an engine). What cannot run here is null, with the reason beside it.
 """
 
 from __future__ import annotations
 
-import subprocess
-import time
+import argparse
+import functools
+import json
+import os
+import platform
+import random
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import anyio
-from _measure import parse, report, spread
+from _density import density
+from _images import debian_in_docker
+from _latency import burst, create_latency, exec_latency, fork_latency, snapshot_latency, throughput
+from _measure import table
+from _processes import TOKEN, gateway_with, node_server
+from _substrates import BarePipe, CannotRun, DockerExec, FreshBash, Ours, Substrate, SweRex, docker_reason, local
+from _tax import concurrent, measure
 
 import skyenv
 
-
-async def timed(operation: Callable[[], Awaitable[Any]], times: int) -> list[float]:
-    """Run an operation again and again; seconds of each."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        await operation()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+PARTS = ("exec", "create", "fork", "snapshot", "burst", "gateway", "density", "tax")
+HEADLINES = ("exec_vs_swerex", "create_vs_docker", "group_fork_vs_one", "live_sandboxes", "tax_hours_per_million")
+Results = dict[str, Any]
 
 
-def bare_pipe(times: int) -> list[float]:
-    """Round trips of `echo` through one bash fed by a pipe."""
-    seconds = []
-    with subprocess.Popen(["bash", "--norc"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as bash:
-        assert bash.stdin is not None
-        assert bash.stdout is not None
-        for _ in range(times):
-            start = time.perf_counter()
-            bash.stdin.write("echo alive\n")
-            bash.stdin.flush()
-            bash.stdout.readline()
-            seconds.append(time.perf_counter() - start)
-        bash.stdin.close()
-    return seconds
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--times", type=int, default=500, help="commands of each substrate (default 500)")
+    parser.add_argument("--creates", type=int, default=50, help="creations of each substrate (default 50)")
+    parser.add_argument("--sandboxes", type=int, default=1000, help="living ones of the density part (default 1000)")
+    parser.add_argument("--actions", type=int, default=150, help="actions of a trajectory (default 150)")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds of one substrate in the tax (default 60)")
+    parser.add_argument("--swerex", type=Path, default=Path(".venv-swerex"), help="virtual environment with SWE-ReX")
+    parser.add_argument("--install-swerex", action="store_true", help="make that environment first")
+    return parser.parse_args()
 
 
-def fresh_shell(times: int) -> list[float]:
-    """A new `bash -c` for each command."""
-    seconds = []
-    for _ in range(times):
-        start = time.perf_counter()
-        subprocess.run(["bash", "-c", "echo alive"], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - start)
-    return seconds
+class Bench:
+    """One run: which substrates there are, and what was found."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.shuffle = random.Random(options.seed)
+        self.results: Results = dict.fromkeys(HEADLINES)
+        self.reasons: dict[str, str] = {}
+        self.substrates: list[Substrate] = []
+
+    def cannot(self, name: str, reason: str) -> None:
+        """Say that a figure cannot be had here."""
+        self.results[name] = None
+        self.reasons[name] = reason
+
+    def ratio(self, name: str, other: str, ours: str) -> None:
+        """How many times faster ours is, at the median."""
+        if other in self.results and ours in self.results:
+            self.results[name] = self.results[other]["p50"] / self.results[ours]["p50"]
+
+    def chosen(self, *names: str) -> list[Substrate]:
+        """The substrates with these names that run here."""
+        return [each for each in self.substrates if each.name in names]
+
+    async def open_substrates(self, stack: AsyncExitStack) -> None:
+        """Open everything that this machine can run, and note why the others cannot."""
+        image, reason = None, docker_reason()
+        if reason is None:
+            image = debian_in_docker()
+        wanted: list[Substrate] = [BarePipe(), FreshBash(), local(), SweRex(self.options.swerex)]
+        if image is not None:
+            limits = {"cpus": 1.0, "memory_bytes": 1 << 30}
+            wanted.append(Ours("docker", lambda: node_server("--backend", "docker"), image, **limits))
+            wanted.append(DockerExec(image))
+        for each in wanted:
+            try:
+                await stack.enter_async_context(each.opened())
+            except (CannotRun, RuntimeError) as error:
+                self.reasons[f"substrate {each.name}"] = str(error)
+            else:
+                self.substrates.append(each)
+        if reason is not None:
+            self.reasons["substrate docker"] = self.reasons["substrate docker_exec"] = reason
+
+    async def exec(self) -> None:
+        """A command in a living session."""
+        self.results |= await exec_latency(self.substrates, self.options.times, self.shuffle)
+        self.ratio("exec_vs_swerex", "exec swerex ms", "exec local ms")
+        self.ratio("exec_vs_docker", "exec docker_exec ms", "exec local ms")
+
+    async def create(self) -> None:
+        """Creation and its first command; deletion."""
+        chosen = self.chosen("local", "oci", "docker", "docker_exec", "swerex", "bare_pipe")
+        self.results |= await create_latency(chosen, self.options.creates, self.shuffle)
+        self.ratio("create_vs_docker", "create + first exec docker_exec ms", "create + first exec local ms")
+        self.ratio("create_docker_vs_docker", "create + first exec docker_exec ms", "create + first exec docker ms")
+
+    async def on_local(self, part: Callable[[Any], Awaitable[Results]]) -> None:
+        """A part that needs a client of the `local` node."""
+        for each in self.substrates:
+            if isinstance(each, Ours) and each.name == "local":
+                self.results |= await part(each.client)
+
+    async def fork(self) -> None:
+        """Prepared once, forked for each."""
+        await self.on_local(lambda client: fork_latency(client, self.options.creates))
+
+    async def snapshot(self) -> None:
+        """Files and shell state of a living session."""
+        await self.on_local(lambda client: snapshot_latency(client, self.options.creates))
+
+    async def burst(self) -> None:
+        """Fifty creations at once."""
+        await self.on_local(lambda client: burst(client, 50))
+
+    async def gateway(self) -> None:
+        """Commands through the gateway, one at a time and many, with 1, 2 and 4 nodes behind it."""
+        for nodes in (1, 2, 4):
+            through = Ours("gateway", functools.partial(gateway_with, nodes))
+            async with through.opened():
+                self.results[f"gateway_execs_per_second_{nodes}"] = await throughput(through.client, 16, 4.0)
+                if nodes == 2:
+                    self.results |= await exec_latency([through], self.options.times, self.shuffle)
+                    self.results |= await create_latency([through], self.options.creates, self.shuffle)
+                    await self.tax_through(through)
+        with node_server("--backend", "local") as url:
+            async with skyenv.connect(url, TOKEN) as client:
+                self.results["node_execs_per_second"] = await throughput(client, 16, 4.0)
+
+    async def tax_through(self, gateway: Ours) -> None:
+        """The null trajectory through the gateway."""
+        options = self.options
+        rows = await measure([gateway], "null", options.actions, options.creates, options.budget, self.shuffle)
+        self.results["tax_gateway_hours_per_million"] = rows["gateway"]["hours_per_million"]
+
+    async def density(self) -> None:
+        """As many as were asked for."""
+        options = self.options
+        self.results |= await density(options.sandboxes, 0.05, 400, self.shuffle)
+
+    async def tax(self) -> None:
+        """Trajectories of null and of bug-fix actions."""
+        options = self.options
+        chosen = self.chosen("bare_pipe", "local", "oci", "docker", "docker_exec", "swerex")
+        for kind, actions in (("null", options.actions), ("bug-fix", options.actions // 3)):
+            rows = await measure(chosen, kind, actions, options.creates, options.budget, self.shuffle)
+            bare = rows["bare_pipe"]["T ms"]["p50"]
+            for name, row in rows.items():
+                self.results[f"tax {kind} {name} ms"] = row.pop("T ms")
+                self.results[f"tax {kind} {name}"] = {
+                    **row,
+                    "T/T_bare": self.results[f"tax {kind} {name} ms"]["p50"] / bare,
+                }
+            if kind == "null":
+                self.results["tax_hours_per_million"] = rows["local"]["hours_per_million"]
+        for each in self.chosen("local", "docker_exec"):
+            for width in (8, 32):
+                if each.name == "local" or width == 8:
+                    hours = await concurrent(each, options.actions, width)
+                    self.results[f"tax null {each.name} {width} at a time, hours per million"] = hours
+
+    def report(self) -> None:
+        """A table, then the JSON object."""
+        table(self.results)
+        for name, reason in self.reasons.items():
+            print(f"{name}: not measured: {reason}")
+        if self.options.json:
+            machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "kernel": platform.release()}
+            reasons = {f"{name}_reason": self.reasons.get(name, "its part was not run") for name in HEADLINES}
+            missing = {key: why for key, why in reasons.items() if self.results[key.removesuffix("_reason")] is None}
+            facts = {"machine": machine, "seed": self.options.seed, "python": platform.python_version()}
+            print(json.dumps({**self.results, **missing, "not_measured": self.reasons, **facts}))
 
 
-async def measure(times: int, creates: int) -> dict[str, Any]:
-    """All figures; the node server runs in this process."""
-    results: dict[str, Any] = {}
-    created, deleted, forked = [], [], []
-    async with skyenv.connect() as client:
-        async with client.sandbox() as box:
-            await timed(lambda: box.exec("echo alive"), 20)
-            results["exec"] = spread(await timed(lambda: box.exec("echo alive"), times))
-            results["bare_pipe"] = spread(bare_pipe(times))
-            results["fresh_bash"] = spread(fresh_shell(times))
-            await box.exec("head -c 5000000 /dev/urandom > /root/five_megabytes")
-            for _ in range(creates):
-                start = time.perf_counter()
-                async with box.fork() as twin:
-                    await twin.exec("true")
-                    forked.append(time.perf_counter() - start)
-        for _ in range(creates):
-            async with AsyncExitStack() as stack:
-                start = time.perf_counter()
-                box = await stack.enter_async_context(client.sandbox())
-                await box.exec("echo alive")
-                created.append(time.perf_counter() - start)
-                start = time.perf_counter()
-            deleted.append(time.perf_counter() - start)
-    results["create_and_first_exec"] = spread(created)
-    results["fork_and_first_exec"] = spread(forked)
-    results["delete"] = spread(deleted)
-    results["exec_vs_bare_pipe"] = results["exec"]["p50"] / results["bare_pipe"]["p50"]
-    results["exec_vs_fresh_bash"] = results["exec"]["p50"] / results["fresh_bash"]["p50"]
-    return results
+async def run(options: argparse.Namespace) -> None:
+    """All chosen parts, one after the other; one that fails is told and costs the others nothing."""
+    bench = Bench(options)
+    parts: dict[str, Callable[[], Awaitable[None]]] = {
+        "exec": bench.exec, "create": bench.create, "fork": bench.fork, "snapshot": bench.snapshot,
+        "burst": bench.burst, "gateway": bench.gateway, "density": bench.density, "tax": bench.tax,
+    }  # fmt: skip
+    failed = []
+    async with AsyncExitStack() as stack:
+        await bench.open_substrates(stack)
+        for name in options.only:
+            print(f"{name} ...", file=sys.stderr, flush=True)
+            try:
+                await parts[name]()
+            except (RuntimeError, AssertionError, OSError, skyenv.SkyEnvError) as error:
+                failed.append(name)
+                bench.reasons[name] = repr(error)
+    bench.report()
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
-    options = parse(__doc__ or "", times=500, creates=40)
-    report(anyio.run(measure, options.times, options.creates), options.json)
+    arguments = parse()
+    if arguments.install_swerex:
+        SweRex.install(arguments.swerex)
+    anyio.run(run, arguments)

@@ -119,12 +119,24 @@ class Sandbox(FileOps, Shell, Protocol):
         """Kill everything that runs inside at once; files stay, the next command gets a fresh shell."""
         ...
 
-    async def snapshot(self) -> str:
-        """Freeze the files as they are; the id starts new sandboxes through `SandboxProvider.sandbox`."""
+    async def snapshot(self, *, shell: bool = True, drop: bool = False) -> str:
+        """Keep the sandbox as it is; the id starts new ones through `SandboxProvider.sandbox`.
+
+        With `shell`, the session travels with the files: directory, variables, functions, aliases, options. What cannot
+        travel (processes besides the shell, descriptors that the session opened, a running command) raises `NotCarried`
+        unless `drop`. Without `shell` only files travel, and nothing is refused. The sandbox itself goes on unchanged.
+        """
         ...
 
-    def fork(self) -> AbstractAsyncContextManager[Sandbox]:
-        """Start a twin from a snapshot of this sandbox's files."""
+    async def rollback(self, snapshot: str, *, drop: bool = False) -> None:
+        """Put this sandbox back to a snapshot of its own or of another's: files, and session if that was kept.
+
+        Whatever runs would end: `NotCarried` unless `drop`. ConfigError when there is no such snapshot.
+        """
+        ...
+
+    def fork(self, *, shell: bool = True, drop: bool = False) -> AbstractAsyncContextManager[Sandbox]:
+        """Start a twin from a `snapshot` of this sandbox that lasts until the twin has started."""
         ...
 
 

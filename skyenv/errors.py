@@ -12,6 +12,7 @@ infrastructure raises, and what it raises is one of these types, so that a failu
      +- SourceUnavailable     the files of a task cannot be fetched now
      +- EngineError           the inference server failed (a full context is a StopReason, not an error)
      +- EnvError              a bug of an environment's or a tool's author
+     |   +- NotCarried            a snapshot or rollback would leave something of a session behind
      +- RewardError           the grader failed (not: the tests failed)
      +- ConfigError           the user's configuration, file or task row is wrong; also a ValueError
      +- ResetNeeded           contract misuse: step before reset
@@ -77,6 +78,14 @@ class EngineError(SkyEnvError):
 
 class EnvError(SkyEnvError):
     """An environment or a tool raised: its author's bug."""
+
+
+class NotCarried(EnvError):
+    """A snapshot, fork or rollback would leave something of the session behind; `items` says what, in words."""
+
+    def __init__(self, items: Iterable[str]) -> None:
+        self.items = tuple(items)
+        super().__init__(f"cannot be carried: {'; '.join(self.items)} (end it, or pass drop=True to go on without)")
 
 
 class RewardError(SkyEnvError):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import anyio
 
-from skyenv.errors import SandboxUnavailable
+from skyenv.errors import SandboxLost, SandboxUnavailable
 
 FULL_RETRY = 1.0
 QUEUE_RETRY = 5.0
@@ -82,6 +82,7 @@ class Admission:
                 self._waiters.remove(waiter)
         if waiter.name not in self._places:
             self._refuse()
+            raise SandboxLost(f"sandbox {waiter.name}: deleted", reason="deleted")
 
     def _refuse(self) -> None:
         if self.draining:
@@ -106,6 +107,12 @@ class Admission:
         if not self._places:
             self._empty.set()
             self._empty = anyio.Event()
+
+    def withdraw(self, name: str) -> None:
+        """Who waits under this name does not want a place any more."""
+        for waiter in [waiter for waiter in self._waiters if waiter.name == name]:
+            self._waiters.remove(waiter)
+            waiter.turn.set()
 
     def drain(self) -> None:
         """Let nobody in any more; who waits is told. Idempotent."""

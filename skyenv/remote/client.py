@@ -313,22 +313,26 @@ class RemoteSandbox:
         """See `core.Sandbox.kill_processes`. Working directory and exported variables are kept."""
         await self._call("POST", f"{self._base}/kill")
 
-    async def snapshot(self) -> str:
-        """See `core.Sandbox.snapshot`. Files only, without those in /run and /dev/shm; no processes, no shell state."""
-        response = await self._call("POST", f"{self._base}/snapshot")
+    async def snapshot(self, *, shell: bool = True, drop: bool = False) -> str:
+        """See `core.Sandbox.snapshot`. Files in /run and /dev/shm, which are memory, travel with the shell."""
+        response = await self._call("POST", f"{self._base}/snapshot", shell=shell, drop=drop)
         return str(decode_meta(response.headers.get(META))["snapshot"])
 
-    def fork(self) -> AbstractAsyncContextManager[RemoteSandbox]:
-        """See `core.Sandbox.fork`. The twin has the same environment and limits."""
-        return self._fork()
+    async def rollback(self, snapshot: str, *, drop: bool = False) -> None:
+        """See `core.Sandbox.rollback`."""
+        await self._call("POST", f"{self._base}/rollback", snapshot=snapshot, drop=drop)
+
+    def fork(self, *, shell: bool = True, drop: bool = False) -> AbstractAsyncContextManager[RemoteSandbox]:
+        """See `core.Sandbox.fork`. The twin has the same limits; without `shell`, the variables of the creation."""
+        return self._fork(shell, drop)
 
     @asynccontextmanager
-    async def _fork(self) -> AsyncIterator[RemoteSandbox]:
+    async def _fork(self, shell: bool, drop: bool) -> AsyncIterator[RemoteSandbox]:
         async with AsyncExitStack() as stack:
-            snapshot = await self.snapshot()
+            snapshot = await self.snapshot(shell=shell, drop=drop)
             try:
                 spec = self._spec.model_dump(exclude_unset=True)
-                opening = self._client.sandbox(snapshot=snapshot, env=self._env, **spec)
+                opening = self._client.sandbox(snapshot=snapshot, env=None if shell else self._env, **spec)
                 twin = await stack.enter_async_context(opening)
             finally:
                 await self._client.discard_snapshot(snapshot)

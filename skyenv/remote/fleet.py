@@ -58,10 +58,14 @@ class Fleet:
     _members: dict[str, Member] = field(default_factory=dict)
 
     def report(self, name: str, report: NodeReport) -> None:
-        """Take a heartbeat. SandboxProtocolError while another living node has the name."""
+        """Take a heartbeat. SandboxProtocolError while another living node has the name.
+
+        Another instance at the same address is the same node, restarted.
+        """
         check_node_name(name)
         now, known = anyio.current_time(), self._members.get(name)
-        if known is not None and known.report.instance != report.instance and self._answers(known, now):
+        same = known is None or report.instance == known.report.instance or report.url == known.report.url
+        if known is not None and not same and self._answers(known, now):
             message = f"another node called {name!r} is at {known.report.url}; choose another --name"
             raise SandboxProtocolError(message, reason="name_taken")
         seats = Seats(name, report.slots, report.used, report.queued, frozenset(report.images))

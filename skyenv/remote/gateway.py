@@ -140,11 +140,10 @@ class Gateway:
         creation = _Creation(self._fleet, self._relay, check_name(name), query, headers)
         snapshot, image = wanted.get("snapshot"), wanted.get("image")
         if isinstance(snapshot, str):
-            plain, node_name = split_id(snapshot)
-            node = self._fleet.find(node_name) if node_name else None
-            if node is None:
+            node_name = split_id(snapshot)[1]
+            if not node_name:
                 raise ConfigError(f"snapshot {snapshot!r}: does not say on which node it is")
-            await creation.on(node, json.dumps({**wanted, "snapshot": plain}).encode(), ask.send)
+            await creation.on(self._fleet.find(node_name), body, ask.send)
             return
         if _attempt(headers) > 1 and (found := await creation.find()) is not None:
             await creation.on(found, body, ask.send)

@@ -39,6 +39,8 @@ from skyenv.remote.protocol import (
     ExecParameters,
     GiB,
     PollParameters,
+    RollbackParameters,
+    SnapshotParameters,
     parse_create,
     parse_query,
 )
@@ -99,6 +101,7 @@ def _routes() -> list[Route]:
         Route(one + "/interrupt", _interrupt, methods=["POST"]),
         Route(one + "/kill", _kill, methods=["POST"]),
         Route(one + "/snapshot", _snapshot, methods=["POST"]),
+        Route(one + "/rollback", _rollback, methods=["POST"]),
         Route(one + "/info", _info, methods=["GET"]),
         Route(one + "/entries", _entries, methods=["GET"]),
         Route(one + "/file", _read_file, methods=["GET"]),
@@ -220,7 +223,14 @@ async def _kill(request: Request) -> Response:
 
 async def _snapshot(request: Request) -> Response:
     node, session = _node(request), _session(request)
-    return await _keyed(request, session.calls, lambda _key: node.snapshot(session.name))
+    wanted = parse_query(SnapshotParameters, query_of(request))
+    return await _keyed(request, session.calls, lambda _key: node.snapshot(session.name, wanted))
+
+
+async def _rollback(request: Request) -> Response:
+    node, session = _node(request), _session(request)
+    wanted = parse_query(RollbackParameters, query_of(request))
+    return await _keyed(request, session.calls, lambda _key: node.rollback(session.name, wanted))
 
 
 async def _delete_snapshot(request: Request) -> Response:

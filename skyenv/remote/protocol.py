@@ -20,11 +20,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from urllib.parse import parse_qsl, quote_from_bytes
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyenv.errors import (
     ConfigError,
     EnvError,
+    NotCarried,
     SandboxConflict,
     SandboxError,
     SandboxLost,
@@ -51,7 +52,9 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Model = TypeVar("Model", bound=BaseModel)
 
-ErrorCode = Literal["unavailable", "lost", "protocol", "path", "conflict", "busy", "config", "unauthorized", "internal"]
+ErrorCode = Literal[
+    "unavailable", "lost", "protocol", "path", "conflict", "busy", "not_carried", "config", "unauthorized", "internal",
+]  # fmt: skip
 
 State = Literal["queued", "pulling", "starting", "running"]
 """How far a call is that was answered with 202; meta `state`."""
@@ -90,6 +93,21 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 _NODE_NAME = re.compile(r"[a-z0-9-]{1,63}")
 
 
+def join_id(name: str, node: str) -> str:
+    """The id of a sandbox or snapshot behind a gateway; it says on which node it is."""
+    return f"{name}.{node}"
+
+
+def split_id(identifier: str) -> tuple[str, str]:
+    """The name on the node and the node; the node is empty in a plain name."""
+    name, _dot, node = identifier.rpartition(".")
+    return (name, node) if name else (node, "")
+
+
+SnapshotName = Annotated[str, AfterValidator(lambda identifier: split_id(identifier)[0])]
+"""A snapshot's id, of which the node needs no more than its own part."""
+
+
 class Spec(BaseModel):
     """What a sandbox may use. None means unlimited; sizes in bytes, `ttl` in seconds without any use.
 
@@ -114,7 +132,7 @@ class CreateRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     image: str | None = None
-    snapshot: str | None = None
+    snapshot: SnapshotName | None = None
     env: dict[str, str] = {}
     spec: Spec = Spec()
 
@@ -157,6 +175,24 @@ class NodeReport(BaseModel):
     version: str = "1.0"
 
 
+class SnapshotParameters(BaseModel):
+    """The query of `POST /sandboxes/{id}/snapshot`; without `shell` only files are kept."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shell: bool = False
+    drop: bool = False
+
+
+class RollbackParameters(BaseModel):
+    """The query of `POST /sandboxes/{id}/rollback`."""
+
+    model_config = ConfigDict(frozen=True)
+
+    snapshot: SnapshotName
+    drop: bool = False
+
+
 class WireError(BaseModel):
     """The body of every answer that is not a success."""
 
@@ -165,6 +201,7 @@ class WireError(BaseModel):
     retry_after: float | None = None
     errno: int | None = None
     reason: Reason | None = None
+    items: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -189,6 +226,7 @@ STATUS: Mapping[ErrorCode, int] = {
     "path": 404,
     "conflict": 409,
     "busy": 409,
+    "not_carried": 409,
     "config": 422,
     "unauthorized": 401,
     "internal": 500,
@@ -213,6 +251,7 @@ _CODES: tuple[tuple[type[SkyEnvError], ErrorCode], ...] = (
     (SandboxUnavailable, "unavailable"),
     (SandboxLost, "lost"),
     (SandboxProtocolError, "protocol"),
+    (NotCarried, "not_carried"),
     (EnvError, "busy"),
     (ConfigError, "config"),
     (SkyEnvError, "internal"),
@@ -235,6 +274,7 @@ def encode_error(error: SkyEnvError) -> WireError:
         retry_after=error.retry_after if isinstance(error, SandboxUnavailable) else None,
         errno=error.errno if isinstance(error, SandboxPathError) else None,
         reason=cast("Reason | None", error.reason) if isinstance(error, SandboxError) else None,
+        items=error.items if isinstance(error, NotCarried) else (),
     )
 
 
@@ -252,6 +292,8 @@ def decode_error(body: bytes, status: int = 500) -> SkyEnvError:
     if wire.code in ("path", "conflict"):
         kind = SandboxConflict if wire.code == "conflict" else SandboxPathError
         return kind(wire.errno, wire.message)
+    if wire.code == "not_carried":
+        return NotCarried(wire.items)
     if wire.code in _SANDBOX_TYPES:
         return _SANDBOX_TYPES[wire.code](wire.message, reason=wire.reason)
     return EnvError(wire.message) if wire.code == "busy" else ConfigError(wire.message)
@@ -274,17 +316,6 @@ def check_node_name(name: str) -> str:
 def speaks(version: str) -> bool:
     """Whether a server of this version understands a client of that one; the same major is enough."""
     return version.partition(".")[0] == VERSION.partition(".")[0]
-
-
-def join_id(name: str, node: str) -> str:
-    """The id of a sandbox or snapshot behind a gateway; it says on which node it is."""
-    return f"{name}.{node}"
-
-
-def split_id(identifier: str) -> tuple[str, str]:
-    """The name on the node and the node; the node is empty in a plain name."""
-    name, _dot, node = identifier.rpartition(".")
-    return (name, node) if name else (node, "")
 
 
 def nearest_key(key: str, known: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import hmac
 import logging
 import re
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,12 +21,13 @@ import anyio
 from anyio.abc import TaskGroup
 
 from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxProtocolError, SandboxUnavailable, SkyEnvError
+from skyenv.remote import snapshots
 from skyenv.remote.admission import Admission
 from skyenv.remote.backends import Backend
 from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
-from skyenv.remote.protocol import VERSION, CreateRequest, State
+from skyenv.remote.protocol import VERSION, CreateRequest, NodeReport, RollbackParameters, SnapshotParameters, State
 from skyenv.remote.session import ENDED, Session
 from skyenv.remote.tasks import background_tasks
 from skyenv.remote.tokens import fingerprint
@@ -51,6 +52,7 @@ class Node:
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._starts = anyio.CapacityLimiter(STARTS_AT_A_TIME)
         self._secrets: dict[str, str] = {}
+        self._pulling: Counter[str] = Counter()
         self._closing = False
         self._group: TaskGroup | None = None
         self._calls: CallLog | None = None
@@ -78,6 +80,13 @@ class Node:
         if self._calls is None:
             raise SandboxUnavailable("the node is not open")
         return self._calls
+
+    @property
+    def group(self) -> TaskGroup:
+        """Tasks that live as long as the node."""
+        if self._group is None:
+            raise SandboxUnavailable("the node is not open")
+        return self._group
 
     def session(self, name: str) -> Session:
         """A living sandbox, its lease renewed. SandboxLost with the reason when there is none."""
@@ -116,6 +125,8 @@ class Node:
             self._say(name, "queued")
             with self.metrics.timed("queue"):
                 await self.admission.enter(name, wait=wait)
+            await self._pull(name, request.image)
+            with self.metrics.timed("queue"):
                 await self._starts.acquire_on_behalf_of(name)
             try:
                 self._say(name, "starting")
@@ -131,22 +142,40 @@ class Node:
             raise SandboxLost(f"sandbox {name}: deleted")
         return Result({})
 
+    async def _pull(self, name: str, image: str | None) -> None:
+        """Make the image ready, before the creation takes part in the starts that are under way."""
+        if image is not None and image not in self.backend.images():
+            self._say(name, "pulling")
+            self._pulling[image] += 1
+            try:
+                with self.metrics.timed("pull"):
+                    await self.backend.pull(image)
+            finally:
+                self._pulling -= Counter([image])
+
     async def _start(self, name: str, request: CreateRequest) -> None:
-        if self._group is None:
-            raise SandboxUnavailable("the node is not open")
         sandbox = uuid.uuid4().hex
-        record = {"name": name, "ttl": request.spec.ttl, "secret": self._secrets.get(name)}
+        record = {
+            "name": name,
+            "ttl": request.spec.ttl,
+            "secret": self._secrets.get(name),
+            "request": request.model_dump(mode="json", exclude_unset=True),
+        }
         try:
             sock = await self.backend.create(sandbox, request, record)
         except SkyEnvError:
             await self._bury(sandbox)
             raise
-        session = self._sessions[name] = Session(sandbox, sock, record, self.backend, self._group, self.metrics)
-        self._group.start_soon(self._serve, session, session.channel)
-        env = self.backend.environment(sandbox)
+        session = self._sessions[name] = Session(sandbox, sock, record, self.backend, self.group, self.metrics)
+        self.group.start_soon(self._serve, session, session.channel)
+        await self._begin(session, request)
+
+    async def _begin(self, session: Session, request: CreateRequest) -> None:
+        env = self.backend.environment(session.sandbox)
         if request.spec.cpus is not None:
             env["OMP_NUM_THREADS"] = str(max(1, round(request.spec.cpus)))
-        await session.begin(env | request.env)
+        state = self.backend.shell_state(request.snapshot) if request.snapshot is not None else b""
+        await session.begin(env | request.env, state, request.env)
 
     async def _serve(self, session: Session, channel: Channel) -> None:
         await channel.serve()
@@ -160,6 +189,7 @@ class Node:
 
     async def _end(self, name: str, reason: str) -> None:
         self._gone.setdefault(name, reason)
+        self.admission.withdraw(name)
         while len(self._gone) > TOMBSTONES:
             self._gone.popitem(last=False)
         if self._sessions.get(name) is not None:
@@ -189,12 +219,28 @@ class Node:
             for name in [name for name, session in self._sessions.items() if session.expired]:
                 await self._end(name, "its lease ran out")
 
-    async def snapshot(self, name: str) -> Result:
-        """Copy a sandbox's files while nothing in it moves."""
+    async def snapshot(self, name: str, wanted: SnapshotParameters) -> Result:
+        """Keep a sandbox as it is."""
+        with self.metrics.timed("snapshot"):
+            return Result({"snapshot": await snapshots.take(self.session(name), self.backend, wanted)})
+
+    async def rollback(self, name: str, wanted: RollbackParameters) -> Result:
+        """Put a new instance that starts from a snapshot behind a sandbox's name; lease and calls stay."""
         session = self.session(name)
-        async with session.still():
-            with self.metrics.timed("snapshot"):
-                return Result({"snapshot": await self.backend.snapshot(session.sandbox, b"")})
+        request = CreateRequest(**(session.record["request"] | {"snapshot": wanted.snapshot}))
+        async with session.alone():
+            await snapshots.refuse_to_end(session, wanted.drop)
+            former, sandbox = session.sandbox, uuid.uuid4().hex
+            try:
+                sock = await self.backend.create(sandbox, request, session.record)
+            except SkyEnvError:
+                await self._bury(sandbox)
+                raise
+            session.exchange(sandbox, sock)
+            self.group.start_soon(self._serve, session, session.channel)
+            self.group.start_soon(self._bury, former)
+            await self._begin(session, request)
+        return Result({})
 
     def renew(self, names: list[str]) -> list[str]:
         """Renew leases; returns the names that are not alive."""
@@ -205,6 +251,20 @@ class Node:
             else:
                 session.touch()
         return lost
+
+    def report(self, instance: str, url: str) -> NodeReport:
+        """For heartbeats: what this node, which is reached at `url`, has and takes."""
+        return NodeReport(
+            url=url,
+            instance=instance,
+            slots=self.admission.slots,
+            used=self.admission.used,
+            queued=self.admission.waiting,
+            images=self.backend.images(),
+            pulling=sorted(self._pulling),
+            draining=self.admission.draining or self._closing,
+            version=VERSION,
+        )
 
     def _census(self) -> Census:
         """For the metrics."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from skyenv.errors import (
 from skyenv.remote.backends import Backend, Record
 from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
+from skyenv.remote.inside.state import Saved
 from skyenv.remote.inside.wire import Frame
 from skyenv.remote.metrics import Metrics
 from skyenv.remote.protocol import ExecParameters
@@ -130,6 +131,28 @@ class Session:
                 self.frozen = False
 
     @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Whoever asks something waits for the end of the block, in which only `save_state` and the like are asked."""
+        async with self._turning:
+            if self.frozen:
+                await self._backend.thaw(self.sandbox)
+            self.frozen = True
+            try:
+                yield
+            finally:
+                self.frozen = False
+
+    @asynccontextmanager
+    async def stopped(self) -> AsyncIterator[None]:
+        """Inside `alone`: nothing in the sandbox moves for the block."""
+        await self._backend.freeze(self.sandbox)
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._backend.thaw(self.sandbox)
+
+    @asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
         """Nothing inside moves for the block."""
         async with self._turning:
@@ -159,18 +182,38 @@ class Session:
         try:
             if self.frozen:
                 await self.thaw()
-            if self._acknowledged:
-                wanted["acks"], self._acknowledged = self._acknowledged, []
-            frame = await self.channel.request(wanted, payload, fds, timeout=timeout)
+            return await self._put(wanted, payload, fds, timeout)
         finally:
             self._askers -= 1
+
+    async def _put(
+        self, wanted: dict[str, Any], payload: bytes = b"", fds: tuple[int, ...] = (), timeout: float = 30.0
+    ) -> Frame:
+        """`ask` without waiting for a turn."""
+        if self._acknowledged:
+            wanted["acks"], self._acknowledged = self._acknowledged, []
+        frame = await self.channel.request(wanted, payload, fds, timeout=timeout)
         if (error := frame.header.get("error")) is not None:
             raise _refusal(error)
         return frame
 
-    async def begin(self, env: dict[str, str]) -> None:
-        """Let the init start its shell."""
-        await self.ask("begin", {"env": env})
+    async def begin(self, env: dict[str, str], state: bytes = b"", overrides: Mapping[str, str] | None = None) -> None:
+        """Let the init start its shell; with another session's state, in that and with variables on top."""
+        await self._put({"op": "begin", "env": env, "overrides": dict(overrides or {})}, state)
+
+    async def save_state(self, shell: bool) -> Saved:
+        """What lives inside besides an idle shell and, if it is wanted, the state of that. Inside `alone`."""
+        frame = await self._put({"op": "save_state", "shell": shell})
+        return Saved(frame.payload, list(frame.header["moving"]), list(frame.header["lost"]))
+
+    async def settle(self) -> None:
+        """The root was exchanged: let the shell go on in the new one. Inside `alone`."""
+        await self._put({"op": "settle"})
+
+    def exchange(self, sandbox: str, sock: socket.socket) -> None:
+        """Go on with another instance, which the node serves; the former channel is closed."""
+        former, self.channel, self.sandbox = self.channel, Channel(sock, ENDED), sandbox
+        former.close("the sandbox was rolled back")
 
     async def status(self) -> dict[str, Any]:
         """Whether the init was begun, and what moves inside: `begun`, `running`, `processes`."""

@@ -153,7 +153,7 @@ async def test_snapshots_outlive_their_sandbox_and_end_when_forgotten(local_url:
     async with connect(local_url, "secret") as client:
         async with client.sandbox() as box:
             await box.exec("mkdir r && cd r && git init -q && echo a > a && git add . && ln a hard && rm -rf /etc/skel")
-            snapshot = await box.snapshot()
+            snapshot = await box.snapshot(shell=False)
         async with client.sandbox(snapshot=snapshot) as one, client.sandbox(snapshot=snapshot) as two:
             await client.delete_snapshot(snapshot)
             await client.delete_snapshot(snapshot)
@@ -176,7 +176,7 @@ async def test_a_snapshot_is_taken_while_nothing_moves(local_url: str) -> None:
     async with connect(local_url, "secret") as client, client.sandbox() as box:
         await box.write_file("/root/w.py", writer.encode())
         await box.exec("python3 w.py & sleep 0.2")
-        async with box.fork() as twin:
+        async with box.fork(shell=False) as twin:
             result = await twin.exec("cat a; echo; cat b; echo; ps -e | grep -c python")
             first, second, programs = map(int, result.output.split())
             assert first - second in (0, 1)

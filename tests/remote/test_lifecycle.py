@@ -281,7 +281,7 @@ async def test_cycles_leak_no_descriptor() -> None:
                 async with client.sandbox() as box:
                     await box.exec("sleep 60 & exit 3")
                     await box.download("/etc/skel")
-                    async with box.fork() as twin:
+                    async with box.fork(drop=True) as twin:
                         await twin.write_file("/root/x", b"x" * 2_000_000)
                         await twin.read_file("/root/x")
             counts.append(len(os.listdir("/proc/self/fd")))

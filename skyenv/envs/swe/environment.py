@@ -157,7 +157,7 @@ class Environments:
                 await _run(box, command, f"environment.setup: {command!r}")
             await box.kill_processes()
             _log.info("prepared an environment with %d packages", len(environment.packages))
-            return _Prepared(await box.snapshot(), path)
+            return _Prepared(await box.snapshot(shell=False), path)
 
     async def _wheels(self, environment: Environment) -> list[Path]:
         if not environment.packages:

@@ -89,8 +89,12 @@ class Backend(Protocol):
         """Let it go on. Idempotent."""
         ...
 
-    async def snapshot(self, sandbox: str, shell: bytes) -> str:
-        """Keep the files of a sandbox in which nothing moves, and `shell`, an opaque state, with them."""
+    async def snapshot(self, sandbox: str, shell: bytes, *, idle: bool = False) -> str:
+        """Keep the files of a sandbox in which nothing moves, and `shell`, an opaque state, with them.
+
+        `idle`: it is not frozen, but only its init and an idle shell live in it, and nobody asks anything of them; the
+        shell finds its directory again afterwards, so that the root below it may be exchanged.
+        """
         ...
 
     def shell_state(self, snapshot: str) -> bytes:

@@ -209,7 +209,7 @@ class DockerBackend(launching.LauncherBackend):
         self._environments.pop(sandbox, None)
         self._untidy.set()
 
-    async def snapshot(self, sandbox: str, shell: bytes) -> str:
+    async def snapshot(self, sandbox: str, shell: bytes, *, idle: bool = False) -> str:
         """Commit the container's files as an image."""
         name = secrets.token_hex(16)
         self._shells[name] = shell

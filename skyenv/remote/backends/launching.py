@@ -109,9 +109,11 @@ class Launcher:
         self._channel = channel
         self.held = held
 
-    async def ask(self, header: dict[str, Any], fds: tuple[int, ...] = (), *, timeout: float = 60.0) -> Frame:
+    async def ask(
+        self, header: dict[str, Any], fds: tuple[int, ...] = (), payload: bytes = b"", *, timeout: float = 60.0
+    ) -> Frame:
         """One request. SandboxUnavailable when it fails, SandboxLost when the launcher is gone."""
-        frame = await self._channel.request(header, fds=fds, timeout=timeout)
+        frame = await self._channel.request(header, payload, fds, timeout=timeout)
         if error := frame.header.get("error"):
             raise SandboxUnavailable(f"{header['op']}: {error}")
         return frame

@@ -18,9 +18,10 @@ from typing import Any
 
 import anyio.to_thread
 
-from skyenv.errors import ConfigError, SandboxUnavailable
+from skyenv.errors import ConfigError
 from skyenv.remote.backends import Record, launching, skeleton
 from skyenv.remote.backends.probe import BASE_UID, Probe, own_config, probe, shared_config
+from skyenv.remote.inside.stacks import FOLDER
 from skyenv.remote.protocol import CreateRequest, Spec
 
 __all__ = ["LocalBackend", "Probe", "probe"]
@@ -72,8 +73,6 @@ class LocalBackend(launching.LauncherBackend):
         self._state = Path()
         self._binds: list[str] = []
         self._numbers = itertools.count()
-        self._stacks: dict[str, tuple[str, ...]] = {}
-        self._holders: dict[str, set[str]] = {}
         self._shells: dict[str, bytes] = {}
 
     @asynccontextmanager
@@ -89,7 +88,13 @@ class LocalBackend(launching.LauncherBackend):
         config = shared_config(self._state, found.mode, found.overlay, self._binds, self._run_as)
         config["cgroups"] = [list(entry) for entry in found.cgroups]
         async with launching.launch(config) as self._launcher:
+            await self._find_snapshots()
             yield
+
+    async def _find_snapshots(self) -> None:
+        """Those of a former node server with the same state directory."""
+        for name in (await self._running.ask({"op": "snapshots"})).header["snapshots"]:
+            self._shells[name] = (await self._running.ask({"op": "state", "snapshot": name})).payload
 
     def environment(self, sandbox: str) -> dict[str, str]:
         """What every sandbox finds in its environment."""
@@ -117,9 +122,6 @@ class LocalBackend(launching.LauncherBackend):
         """Whether snapshots are stacked as layers, not copied."""
         return self._opened().mode == "root"
 
-    def _layer(self, name: str) -> str:
-        return str(self._state / "layers" / name)
-
     def images(self) -> list[str]:
         """None: every sandbox shows the host's system."""
         return []
@@ -134,24 +136,15 @@ class LocalBackend(launching.LauncherBackend):
             raise ConfigError(NO_IMAGES)
         if request.spec.disk_bytes is not None and not self._stacked:
             raise ConfigError("disk_bytes: only a node that runs as root can limit it; leave it out")
-        stack: tuple[str, ...] = ()
-        if request.snapshot is not None:
-            if request.snapshot not in self._stacks:
-                raise ConfigError(f"snapshot {request.snapshot!r} does not exist on this node")
-            stack = self._stacks[request.snapshot]
+        if request.snapshot is not None and request.snapshot not in self._shells:
+            raise ConfigError(f"snapshot {request.snapshot!r} does not exist on this node")
         config = own_config(self._state, sandbox, self._opened().overlay) | spec_config(request.spec)
-        config["number"] = next(self._numbers)
-        self._hold(sandbox, stack)
-        await self._fill_upper(config, stack)
-        return await self._running.create(config, record)
-
-    async def _fill_upper(self, config: dict[str, Any], stack: tuple[str, ...]) -> None:
-        if self._stacked:
-            config["lower"] = [*map(self._layer, stack), *config["lower"]]
-        elif stack:
-            await self._copy(self._layer(stack[0]), config["upper"])
+        config |= {"number": next(self._numbers), "snapshot": request.snapshot}
+        if request.snapshot is not None and not self._stacked:
+            await self._copy(str(self._state / FOLDER / request.snapshot), config["upper"])
         elif not config["lower"]:
             await self._copy(str(self._state / "skeleton"), config["upper"])
+        return await self._running.create(config, record)
 
     async def _copy(self, source: str, target: str) -> None:
         await self._running.ask({"op": "copy", "source": source, "target": target}, timeout=600.0)
@@ -159,18 +152,13 @@ class LocalBackend(launching.LauncherBackend):
     async def destroy(self, sandbox: str) -> None:
         """Kill it and let go of its layers."""
         await self._running.ask({"op": "destroy", "name": sandbox})
-        await self._release(sandbox)
 
-    async def snapshot(self, sandbox: str, shell: bytes) -> str:
-        """Copy the sandbox's own directory into a new layer."""
+    async def snapshot(self, sandbox: str, shell: bytes, *, idle: bool = False) -> str:
+        """Turn the sandbox's own directory into a layer when it is idle, else copy it into one."""
         name = secrets.token_hex(16)
-        below = self._stacks.get(sandbox, ())
-        try:
-            await self._copy(str(self._state / sandbox / "upper"), self._layer(name))
-        except SandboxUnavailable:
-            await self._running.ask({"op": "remove", "path": self._layer(name)}, timeout=600.0)
-            raise
-        self._hold(name, (name, *below) if self._stacked else (name,))
+        lower = own_config(self._state, sandbox, self._opened().overlay)["lower"]
+        header = {"op": "snapshot", "name": sandbox, "snapshot": name, "idle": idle, "lower": lower}
+        await self._running.ask(header, payload=shell, timeout=600.0)
         self._shells[name] = shell
         return name
 
@@ -180,17 +168,5 @@ class LocalBackend(launching.LauncherBackend):
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot; its layers go once no sandbox needs them."""
-        self._shells.pop(snapshot, None)
-        await self._release(snapshot)
-
-    def _hold(self, holder: str, stack: tuple[str, ...]) -> None:
-        self._stacks[holder] = stack
-        for layer in stack:
-            self._holders.setdefault(layer, set()).add(holder)
-
-    async def _release(self, holder: str) -> None:
-        for layer in self._stacks.pop(holder, ()):
-            self._holders[layer].discard(holder)
-            if not self._holders[layer]:
-                del self._holders[layer]
-                await self._running.ask({"op": "remove", "path": self._layer(layer)}, timeout=600.0)
+        if self._shells.pop(snapshot, None) is not None:
+            await self._running.ask({"op": "forget", "snapshot": snapshot})

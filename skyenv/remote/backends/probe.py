@@ -165,6 +165,7 @@ def own_config(state: Path, sandbox: str, overlay: bool) -> dict[str, Any]:
         "work": str(top / "work"),
         "root": str(top / "root"),
         "lower": [str(state / "skeleton")] if overlay else [],
+        "snapshot": None,
         "shells": ["/bin/bash", "/usr/bin/bash"],
         "memory_bytes": 512 << 20,
         "pids": 64,

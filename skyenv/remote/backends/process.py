@@ -95,7 +95,7 @@ class ProcessBackend(launching.LauncherBackend):
         """Kill it with everything that it started."""
         await self._running.ask({"op": "destroy", "name": sandbox})
 
-    async def snapshot(self, sandbox: str, shell: bytes) -> str:
+    async def snapshot(self, sandbox: str, shell: bytes, *, idle: bool = False) -> str:
         """Not possible: ConfigError."""
         raise ConfigError(NOTHING_KEPT)
 

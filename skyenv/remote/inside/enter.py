@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import kernel, seccomp
+from . import kernel, mounts, seccomp
 from .cgroups import Group, Hierarchy, Limits
 
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -132,13 +132,8 @@ def _mount_root(config: dict[str, Any]) -> None:
     if not config["overlay"]:
         kernel.bind(config["upper"], root)
         return
-    lower = ":".join(config["lower"])
-    data = f"lowerdir={lower},upperdir={config['upper']},workdir={config['work']}"
-    data += ",userxattr" if config["base_uid"] is None else ",redirect_dir=on,metacopy=off,index=off"
-    try:
-        kernel.mount("overlay", root, "overlay", kernel.MS_NODEV, data + ",volatile")
-    except OSError:
-        kernel.mount("overlay", root, "overlay", kernel.MS_NODEV, data)
+    user = config["base_uid"] is None
+    mounts.attach(mounts.overlay(config["lower"], config["upper"], config["work"], user=user), root)
 
 
 def mount_tmpfs(target: str, owner: int, mode: int, size: int) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
-from . import archive, files, kernel, processes
+from . import archive, files, kernel, processes, state
 from .calls import Calls
 from .command import Reply
 from .files import Conflict, Cut
@@ -46,6 +46,7 @@ class Init:
         self.frozen: set[int] = set()
         self.streams: list[int] = []
         self.begun = False
+        self.private_root: bool = config["isolated"]
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
@@ -60,6 +61,8 @@ class Init:
         self.operations: dict[str, Callable[[Reply, dict[str, Any], bytes], None]] = {
             "begin": self._begin,
             "status": self._status,
+            "save_state": self._save_state,
+            "settle": self._settle,
             "follow": self._follow,
             "exec": self._exec,
             "poll": self._poll,
@@ -169,11 +172,16 @@ class Init:
         if control is self.control:
             control.queue({"id": number, **header}, payload)
 
-    def _begin(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
-        """The first request: the launcher is our parent now, so its death can be ours. Idempotent."""
+    def _begin(self, reply: Reply, header: dict[str, Any], payload: bytes) -> None:
+        """The first request: the launcher is our parent now, so its death can be ours. Idempotent.
+
+        A payload is the state of another session that this one takes over.
+        """
         if not self.begun:
             kernel.hide_and_die_with(signal.SIGKILL)
             self.shell.environment = header["env"]
+            if payload:
+                state.restore(self.shell, payload, header["overrides"])
             self.shell.spawn()
             self.begun = True
         reply({}, b"")
@@ -183,6 +191,19 @@ class Init:
         others = processes.descendants(os.getpid(), processes.scan()) - {self.shell.pid, *self.jobs}
         running = self.shell.running is not None or bool(self.jobs)
         reply({"begun": self.begun, "running": running, "processes": len(others)}, b"")
+
+    def _save_state(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
+        """What lives besides an idle shell and, if it is wanted, the state of that shell."""
+        if header["shell"]:
+            saved = state.save(self.shell, self.private_root)
+        else:
+            saved = state.Saved(b"", state.moving(self.shell), [])
+        reply({"moving": saved.moving, "lost": saved.lost}, saved.state)
+
+    def _settle(self, reply: Reply, _header: dict[str, Any], _payload: bytes) -> None:
+        """The root was exchanged: let the shell go on in the new one."""
+        state.settle(self.shell)
+        reply({}, b"")
 
     def _follow(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
         """Wait for a call that was made before."""

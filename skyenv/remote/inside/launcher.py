@@ -18,10 +18,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from . import children, join, kernel, processes
 from .cgroups import RECORD, Group, Hierarchy
+from .stacks import Snapshot, Stacks
 from .wire import Connection, Frame
 
 RETRY_MS = 20
@@ -58,7 +60,8 @@ class Launcher:
         self.pids: dict[int, str] = {}
         self.burials: dict[str, tuple[Group, list[Asker]]] = {}
         self.removers: set[int] = set()
-        self.workers: dict[int, tuple[Asker, int]] = {}
+        self.workers: dict[int, tuple[Callable[[str], None], int]] = {}
+        self.stacks = Stacks(config, self._start_work, self._remove_later)
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
@@ -76,6 +79,10 @@ class Launcher:
             "freeze": self._freeze,
             "stats": self._stats,
             "destroy": self._destroy,
+            "snapshot": self._snapshot,
+            "snapshots": lambda asker, _header: self._reply(asker, {"snapshots": list(self.stacks.states)}),
+            "state": lambda asker, h: self._reply(asker, payload=self.stacks.states.get(h["snapshot"], b"")),
+            "forget": self._forget,
             "copy": lambda asker, h: self._work(asker, lambda: children.copy_tree(h["source"], h["target"])),
             "remove": lambda asker, h: self._work(asker, lambda: children.remove_tree(h["path"])),
         }
@@ -127,15 +134,15 @@ class Launcher:
 
     def _handle(self, asker: Asker, frame: Frame) -> None:
         try:
-            self.operations[frame.header["op"]](asker, frame.header)
+            self.operations[frame.header["op"]](asker, frame.header | {"payload": frame.payload})
         except OSError as error:
             self._reply(asker, {"error": str(error)})
 
-    def _reply(self, asker: Asker, header: dict[str, Any] | None = None) -> None:
+    def _reply(self, asker: Asker, header: dict[str, Any] | None = None, payload: bytes = b"") -> None:
         """Answer whoever asked; a node that is gone is not told."""
         connection, number = asker
         if connection is self.node:
-            connection.queue({"id": number, **(header or {})})
+            connection.queue({"id": number, **(header or {})}, payload)
 
     def _create(self, asker: Asker, header: dict[str, Any]) -> None:
         request, control = {**self.config, **header}, asker[0].take_fd()
@@ -144,6 +151,7 @@ class Launcher:
         lifeline.setblocking(False)
         held = Held(lifeline, header["record"])
         try:
+            request["lower"] = self.stacks.start(header["name"], header.get("snapshot"), header.get("lower", []))
             if "target" in request:
                 request["anchor"] = held.anchor = join.anchor_of(request)
             children.prepare_directories(request)
@@ -153,6 +161,7 @@ class Launcher:
         except OSError:
             os.close(reader)
             lifeline.close()
+            self.stacks.release(header["name"])
             if held.anchor is not None:
                 join.end(held.anchor)
             raise
@@ -234,10 +243,26 @@ class Launcher:
         if held.frozen:  # version 1 lets nothing frozen die
             Group.of(self.hierarchies, self.pids[held.pid]).freeze(False)
 
+    def _snapshot(self, asker: Asker, header: dict[str, Any]) -> None:
+        pid = self._find(header).pid
+        wanted = Snapshot(header["snapshot"], header["name"], pid, header["idle"], header["payload"])
+        self.stacks.take(wanted, header["lower"], partial(self._worked, asker))
+
+    def _forget(self, asker: Asker, header: dict[str, Any]) -> None:
+        if header["snapshot"] in self.stacks.states:
+            self.stacks.release(header["snapshot"])
+        self._reply(asker)
+
     def _work(self, asker: Asker, work: Callable[[], None]) -> None:
         """Run slow work on files in a child and reply when it is done."""
+        self._start_work(work, partial(self._worked, asker))
+
+    def _start_work(self, work: Callable[[], None], done: Callable[[str], None]) -> None:
         pid, reader = children.start_work(work)
-        self.workers[pid] = (asker, reader)
+        self.workers[pid] = (done, reader)
+
+    def _worked(self, asker: Asker, answer: str) -> None:
+        self._reply(asker, None if answer == "ok" else {"error": answer})
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -252,10 +277,10 @@ class Launcher:
                 elif pid in self.removers:
                     self.removers.remove(pid)
                 elif pid in self.workers:
-                    asker, reader = self.workers.pop(pid)
+                    done, reader = self.workers.pop(pid)
                     answer = os.read(reader, 4096).decode(errors="replace")
                     os.close(reader)
-                    self._reply(asker, None if answer == "ok" else {"error": answer or "killed"})
+                    done(answer or "killed")
 
     def _left(self, name: str) -> None:
         """The child that set a sandbox up is gone, and its own child is the init now; or the init is gone."""
@@ -290,6 +315,7 @@ class Launcher:
             join.end(held.anchor)
         self.burials[name] = (Group.of(self.hierarchies, name), held.ended)
         self._remove_later(f"{self.state}/{name}")
+        self.stacks.release(name)
 
     def _kill_orphans(self) -> None:
         """Without a process namespace, what outlived its init was handed to this process."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import time
@@ -35,7 +36,9 @@ _LINE = (
     "\\printf '%s ' \"$__status\" >&{fd} && \\export -p >&{fd} && \\printf '\\0' >&{fd} || exit\n"
 )
 _ON_TERMINAL = "echo 500 >/proc/self/oom_score_adj\n. {dir}/terminal_exports\n. {dir}/{name}\n"
-_PROLOGUE = "echo 500 >/proc/self/oom_score_adj; . {dir}/exports; \\cd .\n"
+# A shell seeds itself from the time and its process id, in which siblings may agree.
+_PROLOGUE = "echo 500 >/proc/self/oom_score_adj; {bash_seed}. {dir}/exports{arrive}{sh_seed}\n"
+_SH_SEED = '; [ -z "${RANDOM-}" ] || RANDOM='
 
 
 class Shell:
@@ -52,13 +55,16 @@ class Shell:
         self.pid = 0
         self.cwd = self.home
         self.exports: bytes | None = None
+        self.takeover: bytes | None = None  # a script that a fresh shell begins with, once
+        self.limits: list[tuple[int, int, int]] = []  # of the shell that takes over: resource, soft, hard
+        self.overdue = b""  # the end of an answer that is still to come and that nobody wants any more
         self.last_code = 0
         self.restarted = False
         self.running: Running | None = None
         self.finished: tuple[dict[str, Any], bytes] | None = None
         self.readers: dict[int, Callable[[], None]] = {}
         self.helpers: Collection[int] = ()
-        self._stdin = self._status = -1
+        self.stdin = self.status = -1
         self._record = bytearray()
         self._count = 0
         self._draining: set[int] = set()
@@ -67,25 +73,35 @@ class Shell:
         """Start the shell where the last one was. OSError when no process can be had."""
         with contextlib.suppress(OSError):
             os.makedirs(self.dir, exist_ok=True)
-        self._write_file("exports", self.exports or b"")
-        stdin, self._stdin = os.pipe()
-        self._status, status = os.pipe()
-        os.set_blocking(self._status, False)
+        self.write_file("exports", self.exports or b"" if self.takeover is None else self.takeover)
+        stdin, self.stdin = os.pipe()
+        self.status, status = os.pipe()
+        os.set_blocking(self.status, False)
         try:
             pid = os.fork()
             if not pid:
                 self._exec_shell(stdin, status)
         except OSError:
-            os.close(self._stdin)
-            os.close(self._status)
+            os.close(self.stdin)
+            os.close(self.status)
             raise
         finally:
             os.close(stdin)
             os.close(status)
         self.pid = pid
         self._record.clear()
-        self._watch(self._status, self._read_status)
-        os.write(self._stdin, _PROLOGUE.format(dir=self.dir).encode())
+        self._watch(self.status, self._read_status)
+        os.write(self.stdin, self._prologue().encode())
+        self.takeover, self.limits = None, []
+
+    def _prologue(self) -> str:
+        seed, bash = int.from_bytes(os.urandom(4)), os.path.basename(self.program) == "bash"
+        return _PROLOGUE.format(
+            dir=self.dir,
+            arrive="; \\cd ." if self.takeover is None else "",
+            bash_seed=f"RANDOM={seed}; " if bash else "",
+            sh_seed="" if bash else f"{_SH_SEED}{seed}",
+        )
 
     def _exec_shell(self, stdin: int, status: int) -> None:
         try:
@@ -102,6 +118,9 @@ class Shell:
                     os.chdir(folder)
                     break
             os.umask(0o022)
+            for kind, soft, hard in self.limits:
+                with contextlib.suppress(OSError, ValueError):
+                    resource.setrlimit(kind, (soft, hard))
             for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
             name = os.path.basename(self.program)
@@ -110,7 +129,8 @@ class Shell:
         finally:
             os._exit(127)
 
-    def _write_file(self, name: str, data: bytes) -> None:
+    def write_file(self, name: str, data: bytes) -> None:
+        """Write a file in the session's own directory."""
         path = f"{self.dir}/{name}"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -134,7 +154,7 @@ class Shell:
         self.oom_seen = oom_kills(self.oom_counter)
         self._watch(running.reader, lambda: self._read_output(running))
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._stdin, line.encode())
+            os.write(self.stdin, line.encode())
 
     def _prepare(self, running: Running, command: bytes) -> str:
         """Write what the shell will need and open the FIFO; returns the line that makes it run."""
@@ -143,11 +163,11 @@ class Shell:
             self.spawn()
         self._count += 1
         name = os.path.basename(self.program)
-        self._write_file(name, command.replace(b"\0", b""))
+        self.write_file(name, command.replace(b"\0", b""))
         status = ""
         if self.last_code:
             # The command finds the last one's `$?`; the right side of `||` still obeys `set -e`.
-            self._write_file("status", f"return {self.last_code}\n".encode())
+            self.write_file("status", f"return {self.last_code}\n".encode())
             status = f". {self.dir}/status || "
         fifo = f"{self.dir}/out.{self._count}"
         os.mkfifo(fifo)
@@ -162,9 +182,9 @@ class Shell:
             self.spawn()
         self._count += 1
         name = os.path.basename(self.program)
-        self._write_file(name, command.replace(b"\0", b""))
-        self._write_file("terminal_exports", self.exports or b"")
-        self._write_file("terminal", _ON_TERMINAL.format(dir=self.dir, name=name).encode())
+        self.write_file(name, command.replace(b"\0", b""))
+        self.write_file("terminal_exports", self.exports or b"")
+        self.write_file("terminal", _ON_TERMINAL.format(dir=self.dir, name=name).encode())
         running.reader, running.writer = terminal.open_pair()
         options = ["--noprofile", "--norc"] if name == "bash" else []
         arguments = [self.program, *options, f"{self.dir}/terminal"]
@@ -227,6 +247,12 @@ class Shell:
         while not self._reap() and time.monotonic() < deadline:
             time.sleep(0.001)
 
+    def replace(self) -> None:
+        """Put a fresh shell in the place of an idle one."""
+        processes.send((self.pid,), signal.SIGKILL)
+        _pid, status = os.waitpid(self.pid, 0)
+        self.died(status)
+
     def _reap(self) -> bool:
         """Notice now if the shell is gone, before the loop does; True when it was."""
         with contextlib.suppress(ChildProcessError):
@@ -240,9 +266,9 @@ class Shell:
         """The loop reaped the shell."""
         with contextlib.suppress(OSError):
             self._read_status()
-        self._unwatch(self._status)
-        os.close(self._status)
-        os.close(self._stdin)
+        self._unwatch(self.status)
+        os.close(self.status)
+        os.close(self.stdin)
         self.pid, self.restarted = 0, True
         code = os.waitstatus_to_exitcode(status)
         if self.running is not None and not self.running.pid:
@@ -324,17 +350,21 @@ class Shell:
 
     def _read_status(self) -> None:
         try:
-            chunk = os.read(self._status, READ)
+            chunk = os.read(self.status, READ)
         except BlockingIOError:
             return
         if not chunk:
             # Nobody holds the descriptor any more, so no report will come: let the shell end after this command.
-            self._unwatch(self._status)
+            self._unwatch(self.status)
             null = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)
-            os.dup2(null, self._stdin)
+            os.dup2(null, self.stdin)
             os.close(null)
             return
         self._record += chunk
+        if self.overdue:
+            if self.overdue not in self._record:
+                return
+            self._record, self.overdue = self._record.partition(self.overdue)[2], b""
         if self._record.endswith(b"\0") and self.running is not None:
             code, _space, self.exports = bytes(self._record[:-1]).rpartition(b"\0")[2].partition(b" ")
             self._record.clear()

@@ -1,0 +1,54 @@
+"""What can be chosen about images. `default_root` says where they lie when nobody chose."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+def default_root() -> Path:
+    """SKYENV_IMAGES_DIR, or the usual place of the current user."""
+    chosen = os.environ.get("SKYENV_IMAGES_DIR")
+    if chosen:
+        return Path(chosen)
+    if os.geteuid() == 0:
+        return Path("/var/lib/skyenv/images")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyenv" / "images"
+
+
+def default_paths() -> tuple[Path, ...]:
+    """SKYENV_LOCAL_IMAGES: directories, separated by colons."""
+    return tuple(Path(each) for each in os.environ.get("SKYENV_LOCAL_IMAGES", "").split(":") if each)
+
+
+def default_workers() -> int:
+    """Unpacking is bound by the processor: half of them."""
+    return max(1, (os.cpu_count() or 2) // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSettings:
+    """Times in seconds, sizes in bytes, disk use as a fraction of the file system.
+
+    `mirrors` maps a registry's host to URLs that are asked before it. `insecure` names hosts that are spoken to
+    without TLS; loopback ones always are. `docker_config` holds the credentials (config.json as docker writes it).
+    Images that lie in files may be named by clients only if they lie below one of `paths`: a client could read any
+    directory of this machine otherwise. Unused images go once `collect_at` of the disk is in use; at `full_at` no new
+    sandbox is started.
+    """
+
+    root: Path = field(default_factory=default_root)
+    paths: tuple[Path, ...] = field(default_factory=default_paths)
+    mirrors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    insecure: tuple[str, ...] = ()
+    docker_config: Path | None = None
+    pull_timeout: float = 3600.0
+    stall_timeout: float = 30.0
+    attempts: int = 6
+    longest_wait: float = 30.0
+    downloads: int = 3
+    workers: int = field(default_factory=default_workers)
+    max_layer_bytes: int = 64 << 30
+    collect_at: float = 0.85
+    full_at: float = 0.95
