@@ -137,7 +137,10 @@ class SandboxClient:
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot; sandboxes that were started from it live on. Unknown ids are ignored."""
-        await self._sender.send("DELETE", f"/snapshots/{snapshot}")
+        try:
+            await self._sender.send("DELETE", f"/snapshots/{snapshot}")
+        except SandboxLost:
+            return  # with its node
 
     async def discard_snapshot(self, snapshot: str) -> None:
         """`delete_snapshot` that also works while being cancelled and does not mind a node that is out of reach."""

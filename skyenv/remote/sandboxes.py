@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import logging
 import re
+import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
@@ -123,11 +124,11 @@ class Node:
             self._secrets[name] = fingerprint(secret)
         try:
             self._say(name, "queued")
-            with self.metrics.timed("queue"):
-                await self.admission.enter(name, wait=wait)
-            await self._pull(name, request.image)
-            with self.metrics.timed("queue"):
-                await self._starts.acquire_on_behalf_of(name)
+            arrived = time.perf_counter()
+            await self.admission.enter(name, wait=wait)
+            arrived += await self._pull(name, request.image)
+            await self._starts.acquire_on_behalf_of(name)
+            self.metrics.phase("queue").observe(time.perf_counter() - arrived)
             try:
                 self._say(name, "starting")
                 with self.metrics.timed("start"):
@@ -142,8 +143,9 @@ class Node:
             raise SandboxLost(f"sandbox {name}: deleted")
         return Result({})
 
-    async def _pull(self, name: str, image: str | None) -> None:
-        """Make the image ready, before the creation takes part in the starts that are under way."""
+    async def _pull(self, name: str, image: str | None) -> float:
+        """Make the image ready, before the creation takes part in the starts under way; how long that took, seconds."""
+        started = time.perf_counter()
         if image is not None and image not in self.backend.images():
             self._say(name, "pulling")
             self._pulling[image] += 1
@@ -152,6 +154,7 @@ class Node:
                     await self.backend.pull(image)
             finally:
                 self._pulling -= Counter([image])
+        return time.perf_counter() - started
 
     async def _start(self, name: str, request: CreateRequest) -> None:
         sandbox = uuid.uuid4().hex
