@@ -88,7 +88,8 @@ async def in_process(backend: str) -> AsyncIterator[Starlette]:
 
 def _routes() -> list[Route]:
     one = "/sandboxes/{name}"
-    return [
+    return [  # tried in this order: what is asked most comes first
+        Route(one + "/exec", _exec, methods=["POST"]),
         Route("/health", _health, methods=["GET"]),
         Route("/metrics", _metrics, methods=["GET"]),
         Route("/drain", _drain, methods=["POST"]),
@@ -98,7 +99,6 @@ def _routes() -> list[Route]:
         Route(one, _create, methods=["PUT"]),
         Route(one, _delete, methods=["DELETE"]),
         Route(one + "/calls/{key}", _attach, methods=["GET"]),
-        Route(one + "/exec", _exec, methods=["POST"]),
         Route(one + "/poll", _poll, methods=["POST"]),
         Route(one + "/interrupt", _interrupt, methods=["POST"]),
         Route(one + "/kill", _kill, methods=["POST"]),
