@@ -136,7 +136,10 @@ class SandboxClient:
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot; sandboxes that were started from it live on. Unknown ids are ignored."""
-        await self._sender.send("DELETE", f"/snapshots/{snapshot}")
+        try:
+            await self._sender.send("DELETE", f"/snapshots/{snapshot}")
+        except SandboxLost:
+            return  # with its node
 
     async def discard_snapshot(self, snapshot: str) -> None:
         """`delete_snapshot` that also works while being cancelled and does not mind a node that is out of reach."""
@@ -218,12 +221,16 @@ def _no_listener(_state: str) -> None:
 
 
 class RemoteSandbox:
-    """A `Sandbox` on a node. Made and deleted by `SandboxClient.sandbox`. Not safe to share between tasks."""
+    """A `Sandbox` on a node. Made and deleted by `SandboxClient.sandbox`. Not safe to share between tasks.
+
+    Requests for it must carry `secret` in the header `skyenv-sandbox-token`, whoever sends them.
+    """
 
     def __init__(
         self, client: SandboxClient, name: str, env: Mapping[str, str] | None, spec: Spec, headers: Headers
     ) -> None:
         self.name = name
+        self.secret = headers[SECRET]
         self._headers = dict(headers)
         self._client = client
         self._env = env
