@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from urllib.parse import parse_qsl, quote_from_bytes
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyenv.errors import (
     ConfigError,
@@ -93,10 +93,26 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 _NODE_NAME = re.compile(r"[a-z0-9-]{1,63}")
 
 
+def join_id(name: str, node: str) -> str:
+    """The id of a sandbox or snapshot behind a gateway; it says on which node it is."""
+    return f"{name}.{node}"
+
+
+def split_id(identifier: str) -> tuple[str, str]:
+    """The name on the node and the node; the node is empty in a plain name."""
+    name, _dot, node = identifier.rpartition(".")
+    return (name, node) if name else (node, "")
+
+
+SnapshotName = Annotated[str, AfterValidator(lambda identifier: split_id(identifier)[0])]
+"""A snapshot's id, of which the node needs no more than its own part."""
+
+
 class Spec(BaseModel):
     """What a sandbox may use. None means unlimited; sizes in bytes, `ttl` in seconds without any use.
 
-    `file_bytes` bounds one file, `disk_bytes` all files that the sandbox writes, which are then held in memory.
+    `file_bytes` bounds one file, `disk_bytes` all files that the sandbox writes, which are then held in memory. After
+    `freeze_after` seconds without any use a sandbox in which hardly anything moves is frozen until the next request.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -108,6 +124,7 @@ class Spec(BaseModel):
     disk_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
     tmpfs_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     ttl: Annotated[float, Field(ge=1)] = 600.0
+    freeze_after: Annotated[float, Field(ge=1)] | None = 30.0
     shell: Literal["bash", "sh"] = "bash"
 
 
@@ -117,18 +134,23 @@ class CreateRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     image: str | None = None
-    snapshot: str | None = None
+    snapshot: SnapshotName | None = None
     env: dict[str, str] = {}
     spec: Spec = Spec()
 
 
 class ExecParameters(BaseModel):
-    """The query of `POST /sandboxes/{id}/exec`; the command is the body."""
+    """The query of `POST /sandboxes/{id}/exec`; the command is the body.
+
+    The answer comes before the command has ended when it printed nothing for `soft_timeout` seconds, or when its output
+    has waited for `flush` seconds.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     timeout: Annotated[float, Field(gt=0, le=7 * 86400)] = 60.0
     soft_timeout: Annotated[float, Field(gt=0)] | None = None
+    flush: Annotated[float, Field(ge=0)] | None = None
     max_output_bytes: Annotated[int, Field(ge=1, le=64 << 20)] = 1 << 20
     terminal: bool = False
 
@@ -139,6 +161,7 @@ class PollParameters(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     soft_timeout: Annotated[float, Field(gt=0)] | None = None
+    flush: Annotated[float, Field(ge=0)] | None = None
 
 
 class NodeReport(BaseModel):
@@ -174,7 +197,7 @@ class RollbackParameters(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    snapshot: str
+    snapshot: SnapshotName
     drop: bool = False
 
 
@@ -301,17 +324,6 @@ def check_node_name(name: str) -> str:
 def speaks(version: str) -> bool:
     """Whether a server of this version understands a client of that one; the same major is enough."""
     return version.partition(".")[0] == VERSION.partition(".")[0]
-
-
-def join_id(name: str, node: str) -> str:
-    """The id of a sandbox or snapshot behind a gateway; it says on which node it is."""
-    return f"{name}.{node}"
-
-
-def split_id(identifier: str) -> tuple[str, str]:
-    """The name on the node and the node; the node is empty in a plain name."""
-    name, _dot, node = identifier.rpartition(".")
-    return (name, node) if name else (node, "")
 
 
 def nearest_key(key: str, known: Mapping[str, Any]) -> str:

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import socket
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from skyenv.errors import ConfigError
 from skyenv.remote.protocol import CreateRequest
+from skyenv.types import SandboxStats as Stats
 
+__all__ = ["Backend", "Held", "Record", "Stats", "get"]
+
+CHOICES = "choose 'local', 'docker', 'kubernetes' or 'process' (which isolates nothing)"
 Record = dict[str, Any]
 
 
@@ -23,17 +27,6 @@ class Held(NamedTuple):
 
     sandbox: str
     record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a sandbox uses now; None where this machine does not count it. Bytes, seconds, numbers."""
-
-    memory_bytes: int | None = None
-    cpu_seconds: float | None = None
-    pids: int | None = None
-    oom_kills: int | None = None
-    disk_bytes: int | None = None
 
 
 class Backend(Protocol):
@@ -110,18 +103,33 @@ class Backend(Protocol):
         ...
 
 
-def get(name: str, *, image: str | None = None) -> Backend:
-    """A backend by name. `image` is what sandboxes get whose request names none. ConfigError naming the choices."""
+def get(name: str, *, image: str | None = None, state: Path | None = None, **options: Any) -> Backend:
+    """A backend by name. ConfigError naming the choices.
+
+    `image` is what sandboxes get whose request names none. With `state`, a directory, sandboxes outlive a node server
+    that was killed, for the next one that has the same. `options` are the backend's own.
+    """
+    from skyenv.remote.backends.launching import Home
+
+    if name == "kubernetes":
+        from skyenv.remote.backends.kubernetes import KubernetesBackend
+        from skyenv.remote.backends.pods import read_options
+
+        kept = {"state": str(state / "snapshots")} if state is not None else {}
+        return KubernetesBackend(read_options({"default_image": image} | kept | options))
+    if options:
+        raise ConfigError(f"backend {name!r} has no options, but {', '.join(sorted(options))} was given")
+    home = Home(state) if state is not None else None
     if name == "local":
         from skyenv.remote.backends.local import LocalBackend
 
-        return LocalBackend()
+        return LocalBackend(home=home)
     if name == "process":
         from skyenv.remote.backends.process import ProcessBackend
 
-        return ProcessBackend()
+        return ProcessBackend(home)
     if name == "docker":
         from skyenv.remote.backends.docker import DockerBackend
 
-        return DockerBackend(image)
-    raise ConfigError(f"backend {name!r} is unknown; choose 'local', 'docker' or 'process' (which isolates nothing)")
+        return DockerBackend(image, home=home)
+    raise ConfigError(f"backend {name!r} is unknown; {CHOICES}")
