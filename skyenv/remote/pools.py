@@ -26,11 +26,17 @@ LOG = logging.getLogger(__name__)
 TICK = 0.25
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 60.0
+LEASE = 5.0
 
 
 def kind_of(request: CreateRequest) -> str:
     """Which requests a warm sandbox can serve: all that differ in nothing but their lease."""
     return json.dumps(request.model_dump(mode="json", exclude={"spec": {"ttl"}}), sort_keys=True)
+
+
+def unclaimed(request: CreateRequest) -> CreateRequest:
+    """As a warm sandbox is made: once its node is gone it ends soon, and until then it is not frozen."""
+    return request.model_copy(update={"spec": request.spec.model_copy(update={"ttl": LEASE, "freeze_after": None})})
 
 
 @dataclass(slots=True)
@@ -101,6 +107,11 @@ class Pools:
                 await self._end(pool.ready.popleft())
                 return
 
+    @property
+    def ready(self) -> int:
+        """How many are warm; their places can be had."""
+        return sum(len(pool.ready) for pool in self._pools.values())
+
     def describe(self) -> list[dict[str, Any]]:
         """For people: what is asked for, how many are wanted and ready, how often making one failed in a row."""
         return [
@@ -130,7 +141,7 @@ class Pools:
 
     async def _fill(self, pool: Pool) -> None:
         try:
-            session = await self._start(pool.request)
+            session = await self._start(unclaimed(pool.request))
         except SkyEnvError as error:
             pool.failures += 1
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(pool.failures, 16))
