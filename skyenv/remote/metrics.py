@@ -7,6 +7,8 @@ date: the owner hands a `census` that is asked when somebody reads.
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+RECENT = 512
 
 Phase = Literal["queue", "pull", "mount", "start", "exec", "fork", "snapshot", "delete", "forward"]
 Direction = Literal["in", "out"]
@@ -88,6 +91,8 @@ class Metrics:
         self._retries = self._counter("skyenv_retries_total", "Requests that came again and ran nothing twice.", "what")
         self._leaks = self._counter("skyenv_leaks_total", "What should have been gone and had to be removed.", "what")
         self._bytes = self._counter("skyenv_bytes_total", "Bytes of requests and answers.", "direction")
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._counts: Counts[str] = Counts()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -113,8 +118,10 @@ class Metrics:
     def executed(self, seconds: float, *, oom: bool = False, timed_out: bool = False, failed: bool = False) -> None:
         """A command ended after `seconds` of its own; `failed` is a non-zero exit."""
         self.phase("exec").observe(seconds)
+        self._recent.append(seconds)
         outcome = "oom" if oom else "timeout" if timed_out else "nonzero" if failed else "zero"
         self._execs[outcome].inc()
+        self._counts[outcome] += 1
 
     def ended(self, reason: str) -> None:
         """A sandbox is gone: "deleted", "lease", "lost", "closing"."""
@@ -123,6 +130,7 @@ class Metrics:
     def refused(self, status: int, reason: str) -> None:
         """A request was answered 429, 503 or 507."""
         self._refused.labels(str(status), reason).inc()
+        self._counts["refused"] += 1
 
     def failed(self, code: str) -> None:
         """A request was answered with another error."""
@@ -140,6 +148,18 @@ class Metrics:
     def moved(self, direction: Direction, size: int) -> None:
         """Bytes of a request or an answer."""
         self._bytes.labels(direction).inc(size)
+
+    def summary(self) -> dict[str, float | None]:
+        """The few numbers that people watch: counts since the start, and how long the last commands took, seconds."""
+        recent, counts = sorted(self._recent), self._counts
+        return {
+            "execs": sum(counts[outcome] for outcome in self._execs),
+            "exec_p50": recent[len(recent) // 2] if recent else None,
+            "exec_p95": recent[int(len(recent) * 0.95)] if recent else None,
+            "oom": counts["oom"],
+            "timeouts": counts["timeout"],
+            "refused": counts["refused"],
+        }
 
     def render(self) -> bytes:
         """All of it in Prometheus' text format (`CONTENT_TYPE`)."""
