@@ -14,6 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from skyenv.errors import SandboxError, SandboxLost, SandboxProtocolError, SandboxUnavailable, SkyEnvError, boundary
+from skyenv.remote.protocol import State
 
 KEPT_CALLS = 64
 KEPT_BYTES = 4 << 20
@@ -32,11 +33,19 @@ Work = Callable[[str], Awaitable[Result]]
 
 @dataclass(slots=True)
 class Call:
-    """One keyed call. `done` is set once `result` or `error` is."""
+    """One keyed call. `done` is set once `result` or `error` is; until then `state` says how far it is."""
 
     done: anyio.Event = field(default_factory=anyio.Event)
     result: Result | None = None
     error: SkyEnvError | None = None
+    state: State = "running"
+    _changed: anyio.Event = field(default_factory=anyio.Event)
+
+    def enter(self, state: State) -> None:
+        """It came to another state; whoever waits for that is told."""
+        self.state = state
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def run(self, key: str, work: Work) -> None:
         """Do the work and keep what it came to; never raises but on cancellation."""
@@ -49,11 +58,16 @@ class Call:
             if self.result is None and self.error is None:
                 self.error = SandboxLost("the node is closing")
             self.done.set()
+            self._changed.set()
 
-    async def wait(self, seconds: float) -> Result | None:
-        """Its result, or None when it goes on for longer than `seconds`. Raises the call's error."""
+    async def wait(self, seconds: float, known: str = "") -> Result | None:
+        """Its result, or None when it goes on for longer than `seconds`. Raises the call's error.
+
+        With `known`, a state, None comes as soon as it is in another.
+        """
         with anyio.move_on_after(seconds):
-            await self.done.wait()
+            while not self.done.is_set() and known in ("", self.state):
+                await self._changed.wait()
         if self.error is not None:
             raise self.error
         return self.result
