@@ -114,19 +114,23 @@ def _rank(line: Line, sort: str) -> tuple[float, str]:
     return (0.0, name) if sort == "name" else (-(line.get(sort) or 0.0), name)
 
 
-def _table(*columns: tuple[str, bool]) -> Any:
+def _table(*columns: tuple[str, int]) -> Any:
+    """A table of columns that keep so many characters; a negative number is one of numbers, 0 what room is left."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold reverse", expand=True)
-    for title, text in columns:
-        table.add_column(title, justify="left" if text else "right", no_wrap=True, overflow="ellipsis")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold reverse", expand=True)
+    for title, width in columns:
+        table.add_column(
+            title, justify="right" if width < 0 else "left", width=abs(width) or None, ratio=None if width else 1,
+            no_wrap=True, overflow="ellipsis",
+        )  # fmt: skip
     return table
 
 
 def _node_table(nodes: list[Line]) -> Any:
     table = _table(
-        ("NODE", True), ("STATE", True), ("USED", False), ("QUEUE", False), ("BUSY", False), ("FROZEN", False),
-        ("EXECS", False), ("P50", False), ("P95", False), ("OOM", False), ("TIMEOUT", False), ("REFUSED", False),
+        ("NODE", 0), ("STATE", 8), ("USED", -9), ("QUEUE", -5), ("BUSY", -4), ("FROZEN", -6),
+        ("EXECS", -6), ("P50", -5), ("P95", -5), ("OOM", -3), ("T/O", -3), ("REFUSED", -7),
     )  # fmt: skip
     for node in nodes:
         style = {"up": None, "draining": "yellow"}.get(node["state"], "red")
@@ -142,16 +146,16 @@ def _node_table(nodes: list[Line]) -> Any:
 
 
 def _sandbox_table(boxes: list[Line], named: bool) -> Any:
-    where = [("NODE", True)] if named else []
+    where = [("NODE", 10)] if named else []
     table = _table(
-        ("SANDBOX", True), *where, ("STATE", True), ("IMAGE", True), ("AGE", False), ("IDLE", False),
-        ("MEMORY", False), ("PIDS", False), ("CPU", False), ("LAST", False),
+        ("SANDBOX", 8), *where, ("STATE", 6), ("IMAGE", 0), ("AGE", -5), ("IDLE", -5),
+        ("MEMORY", -6), ("PIDS", -4), ("CPU", -5), ("LAST", -5),
     )  # fmt: skip
     for box in boxes:
         style = {"busy": "green", "frozen": "cyan"}.get(box["state"])
         table.add_row(
             str(box["name"])[:8],
-            *([str(box.get("node", "-"))] if named else []),
+            *([str(box.get("node", "-"))[:12]] if named else []),
             box["state"],
             _image(box.get("image")),
             *(_seconds(box.get(key)) for key in ("age", "idle")),
@@ -164,8 +168,8 @@ def _sandbox_table(boxes: list[Line], named: bool) -> Any:
 
 
 def _image(name: str | None) -> str:
-    """The telling end of an image's name."""
-    return "-" if name is None else name if len(name) <= 20 else "…" + name[-19:]
+    """The telling end of an image's name: what comes after the last slash."""
+    return "-" if name is None else name.rpartition("/")[2]
 
 
 def _count(value: float | None) -> str:

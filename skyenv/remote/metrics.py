@@ -12,12 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from skyenv.remote.protocol import WireError
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 RECENT = 512
@@ -90,7 +92,9 @@ class Metrics:
         self._errors = self._counter("skyenv_errors_total", "Requests that failed otherwise.", "code")
         self._retries = self._counter("skyenv_retries_total", "Requests that came again and ran nothing twice.", "what")
         self._leaks = self._counter("skyenv_leaks_total", "What should have been gone and had to be removed.", "what")
-        self._bytes = self._counter("skyenv_bytes_total", "Bytes of requests and answers.", "direction")
+        self._bytes = self._counter(
+            "skyenv_bytes_total", "Bytes of commands and files, and of output and files.", "direction"
+        )
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._counts: Counts[str] = Counts()
 
@@ -115,17 +119,27 @@ class Metrics:
         yield
         self.phase(name).observe(time.perf_counter() - start)
 
-    def executed(self, seconds: float, *, oom: bool = False, timed_out: bool = False, failed: bool = False) -> None:
-        """A command ended after `seconds` of its own; `failed` is a non-zero exit."""
+    def executed(self, meta: Mapping[str, Any], seconds: float, output: int) -> str:
+        """A command ended after `seconds` of its own with so many bytes of output; its outcome in one word."""
         self.phase("exec").observe(seconds)
         self._recent.append(seconds)
-        outcome = "oom" if oom else "timeout" if timed_out else "nonzero" if failed else "zero"
+        self.moved("out", output)
+        failed = meta.get("exit_code") != 0
+        outcome = "oom" if meta.get("oom") else "timeout" if meta.get("timed_out") else "nonzero" if failed else "zero"
         self._execs[outcome].inc()
         self._counts[outcome] += 1
+        return outcome
 
     def ended(self, reason: str) -> None:
         """A sandbox is gone: "deleted", "lease", "lost", "closing"."""
         self._ended.labels(reason).inc()
+
+    def answered(self, error: WireError) -> None:
+        """A request was answered with an error."""
+        if error.status in (429, 503, 507):
+            self.refused(error.status, error.reason or error.code)
+        else:
+            self.failed(error.code)
 
     def refused(self, status: int, reason: str) -> None:
         """A request was answered 429, 503 or 507."""

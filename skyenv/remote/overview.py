@@ -8,13 +8,16 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from skyenv.errors import SandboxProtocolError, SkyEnvError
-from skyenv.remote.sandboxes import Node
-from skyenv.remote.session import Session
+
+if TYPE_CHECKING:
+    from skyenv.remote.sandboxes import Node
+    from skyenv.remote.session import Session
+
 
 AT_A_TIME = 16
 
@@ -42,7 +45,7 @@ def _node_line(node: Node, lines: Iterable[Line]) -> Line:
     now = node.census()
     return {
         "name": "",
-        "state": "draining" if node.draining else "up",
+        "state": "draining" if node.admission.draining else "up",
         "backend": node.backend.name,
         "slots": now.slots,
         "used": now.used,
