@@ -51,6 +51,11 @@ class Call:
                 self.error = SandboxLost("the node is closing")
             self.done.set()
 
+    @property
+    def was_refused(self) -> bool:
+        """Whether it was refused for now or never made: asking again with its key is then a new try."""
+        return isinstance(self.error, (SandboxUnavailable, SandboxProtocolError))
+
     async def wait(self, seconds: float) -> Result | None:
         """Its result, or None when it goes on for longer than `seconds`. Raises the call's error."""
         with anyio.move_on_after(seconds):
@@ -70,17 +75,12 @@ class CallLog:
     def start(self, key: str, work: Work) -> Call:
         """The call with this key; started now if there was none."""
         call = self._calls.get(key)
-        if call is None:
+        if call is None or call.was_refused:
             call = self._calls[key] = Call()
-            self._group.start_soon(self._run, key, call, work)
+            self._calls.move_to_end(key)
+            self._group.start_soon(call.run, key, work)
             self._forget()
         return call
-
-    async def _run(self, key: str, call: Call, work: Work) -> None:
-        """A call that was refused for now or never made is not kept: asking again with its key is a new try."""
-        await call.run(key, work)
-        if isinstance(call.error, (SandboxUnavailable, SandboxProtocolError)):
-            self._calls.pop(key, None)
 
     def find(self, key: str) -> Call | None:
         """The call with this key, if it is known."""
