@@ -138,8 +138,9 @@ async def test_g8_this_client_works_with_an_old_server() -> None:
     node = Node(backends.get("local"))
     async with node.open():
         server = OldServer(app_for(node))
-        async with httpx.ASGITransport(server, raise_app_exceptions=False) as transport:
-            client = SandboxClient(Sender(transport, "http://node", {}))
+        transport = httpx.ASGITransport(server, raise_app_exceptions=False)
+        async with Sender(transport, "http://node", {}) as sender:
+            client = SandboxClient(sender)
             async with client.sandbox(env={"A": "1"}, ttl=60.0) as box:
                 assert (await box.exec("echo $A; cd /tmp")).output == "1\n"
                 await box.write_file("/tmp/x", b"data")
