@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from skyenv.errors import ConfigError, SandboxProtocolError, SkyEnvError
+from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError, SkyEnvError
 from skyenv.remote import backends
 from skyenv.remote.answers import (
     answer_bug,
@@ -37,6 +37,7 @@ from skyenv.remote.protocol import (
     MAX_COMMAND,
     MAX_JSON,
     MAX_WAIT,
+    SECRET,
     ExecParameters,
     GiB,
     PollParameters,
@@ -87,16 +88,17 @@ async def in_process(backend: str) -> AsyncIterator[Starlette]:
 
 def _routes() -> list[Route]:
     one = "/sandboxes/{name}"
-    return [
+    return [  # tried in this order: what is asked most comes first
+        Route(one + "/exec", _exec, methods=["POST"]),
         Route("/health", _health, methods=["GET"]),
         Route("/metrics", _metrics, methods=["GET"]),
+        Route("/drain", _drain, methods=["POST"]),
         Route("/leases", _renew, methods=["POST"]),
         Route("/snapshots/{snapshot}", _delete_snapshot, methods=["DELETE"]),
         Route("/creations/{name}", _attach_creation, methods=["GET"]),
         Route(one, _create, methods=["PUT"]),
         Route(one, _delete, methods=["DELETE"]),
         Route(one + "/calls/{key}", _attach, methods=["GET"]),
-        Route(one + "/exec", _exec, methods=["POST"]),
         Route(one + "/poll", _poll, methods=["POST"]),
         Route(one + "/interrupt", _interrupt, methods=["POST"]),
         Route(one + "/kill", _kill, methods=["POST"]),
@@ -121,7 +123,9 @@ def _node(request: Request) -> Node:
 
 
 def _session(request: Request) -> Session:
-    session = _node(request).session(request.path_params["name"])
+    node, name = _node(request), request.path_params["name"]
+    node.check_secret(name, request.headers.get(SECRET, ""))
+    session = node.session(name)
     if answered := request.headers.get(ACK):
         session.acknowledge(answered)
     return session
@@ -131,14 +135,18 @@ def _success_of(result: Result) -> Response:
     return success(result.meta, result.body)
 
 
-async def _await(call: Call, query: dict[str, str]) -> Response:
-    """The call's result, or 202 when it goes on for longer than the client wants to wait."""
+def _seconds(query: dict[str, str], default: float) -> float:
+    """How long the client wants to wait. ConfigError when it is no number."""
     try:
-        wait = min(MAX_WAIT, float(query.get("wait", MAX_WAIT)))
+        return max(0.0, min(MAX_WAIT, float(query.get("wait", default))))
     except ValueError:
         raise ConfigError("wait: not a number of seconds") from None
-    result = await call.wait(wait)
-    return success({"state": "running"}, status=202) if result is None else _success_of(result)
+
+
+async def _await(call: Call, query: dict[str, str]) -> Response:
+    """The call's result, or 202 when it goes on for longer than the client wants to wait."""
+    result = await call.wait(_seconds(query, MAX_WAIT), query.get("state", ""))
+    return success({"state": call.state}, status=202) if result is None else _success_of(result)
 
 
 async def _keyed(request: Request, calls: CallLog, work: Work) -> Response:
@@ -162,13 +170,27 @@ async def _renew(request: Request) -> Response:
 
 
 async def _create(request: Request) -> Response:
-    node, name = _node(request), request.path_params["name"]
+    node, name, query = _node(request), request.path_params["name"], query_of(request)
+    secret = request.headers.get(SECRET, "")
     wanted = parse_create(await read_body(request, MAX_JSON))
-    return await _await(node.calls.start(name, lambda _key: node.create(name, wanted)), query_of(request))
+    node.check_secret(name, secret)
+    wait = query.get("queue") != "0"
+    call = node.calls.start(name, lambda name: node.create(name, wanted, secret=secret, wait=wait))
+    return await _await(call, query)
 
 
 async def _delete(request: Request) -> Response:
-    return _success_of(await _node(request).delete(request.path_params["name"]))
+    node, name = _node(request), request.path_params["name"]
+    node.check_secret(name, request.headers.get(SECRET, ""))
+    return _success_of(await node.delete(name))
+
+
+async def _drain(request: Request) -> Response:
+    """Take no new sandboxes; with `wait`, answer once the last one is gone or after so many seconds."""
+    node, query = _node(request), query_of(request)
+    node.admission.drain()
+    await node.admission.emptied(_seconds(query, 0.0))
+    return JSONResponse({"draining": True, "sandboxes": node.admission.used})
 
 
 async def _attach(request: Request) -> Response:
@@ -178,9 +200,10 @@ async def _attach(request: Request) -> Response:
 
 async def _attach_creation(request: Request) -> Response:
     name = request.path_params["name"]
+    _node(request).check_secret(name, request.headers.get(SECRET, ""))
     call = _node(request).calls.find(name)
     if call is None:
-        raise SandboxProtocolError(f"no creation of {name!r} is known")
+        raise SandboxLost(f"no creation of {name!r} is known", reason="node_lost")
     return await _await(call, query_of(request))
 
 
@@ -217,7 +240,7 @@ async def _resume(request: Request) -> Response:
 
 
 async def _stats(request: Request) -> Response:
-    session = _session(request)
+    session = _node(request).session(request.path_params["name"], use=False)
     return success(asdict(await session.stats()))
 
 
