@@ -157,7 +157,7 @@ async def test_two_gateways_serve_the_same_sandboxes(fleet: Fleet) -> None:
     fleet.gateway()
     second = fleet.gateway(name="second")
     fleet.node("one", "--gateway", second)
-    async with connect(fleet.url) as client, connect(second) as other:
+    async with connect(fleet.url, patience=1) as client, connect(second) as other:
         await nodes_known(client, 1)
         await nodes_known(other, 1)
         async with client.sandbox() as box:
