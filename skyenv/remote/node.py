@@ -240,7 +240,7 @@ async def _resume(request: Request) -> Response:
 
 
 async def _stats(request: Request) -> Response:
-    session = _session(request)
+    session = _node(request).session(request.path_params["name"], use=False)
     return success(asdict(await session.stats()))
 
 

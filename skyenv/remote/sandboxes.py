@@ -119,12 +119,13 @@ class Node:
             raise SandboxUnavailable("the node is not open")
         return self._group
 
-    def session(self, name: str) -> Session:
-        """A living sandbox, its lease renewed. SandboxLost with the reason when there is none."""
+    def session(self, name: str, *, use: bool = True) -> Session:
+        """A living sandbox, its lease renewed unless it is only looked at. SandboxLost with the reason if none."""
         session = self._sessions.get(name)
         if session is None:
             raise SandboxLost(f"sandbox {name}: {self._gone.get(name, 'unknown on this node')}")
-        session.touch()
+        if use:
+            session.touch()
         return session
 
     def check_secret(self, name: str, sent: str) -> None:
