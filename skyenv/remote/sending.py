@@ -149,8 +149,8 @@ class Sender:
     ) -> httpx.Response:  # fmt: skip
         """One request and its answer; an error answer is raised as what it means.
 
-        `timeout` bounds each wait for the server (`REQUEST_TIMEOUT` when None). SandboxUnavailable when it cannot be reached, SandboxError when the
-        connection breaks again and again, else what the server said.
+        `timeout` bounds each wait for the server (None: `REQUEST_TIMEOUT`). SandboxUnavailable when it cannot be
+        reached, SandboxError when the connection breaks again and again, else what the server said.
         """
         all_headers = self._headers | headers if headers else self._headers
         timeout = REQUEST_TIMEOUT if timeout is None else timeout
