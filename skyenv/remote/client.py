@@ -85,6 +85,12 @@ class SandboxClient:
         self._sender = sender
         self._leases: dict[str, float] = {}
 
+    async def overview(self) -> dict[str, Any]:
+        """The nodes and sandboxes behind this address, a line each: `nodes` and `sandboxes`; see `overview`."""
+        response = await self._sender.send("GET", "/sandboxes")
+        overview: dict[str, Any] = response.json()
+        return overview
+
     async def health(self) -> dict[str, Any]:
         """The node's backend, its mode, which limits are active and what is missing."""
         response = await self._sender.send("GET", "/health")
