@@ -37,11 +37,9 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
 
 def given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of the command line over those of the config file. ConfigError naming an unknown one."""
-    line = {key: value for key, value in vars(arguments).items() if key not in ("run", "parser")}
-    path = line.pop("config", None)
-    if path is None:
-        return line
-    return vars(parser.parse_args(_as_arguments(parser, path))) | line
+    line = vars(arguments)
+    filed = vars(parser.parse_args(_as_arguments(parser, line["config"]))) if "config" in line else {}
+    return {key: value for key, value in (filed | line).items() if key not in ("run", "parser", "config")}
 
 
 def _as_arguments(parser: argparse.ArgumentParser, path: Path) -> list[str]:
