@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from urllib.parse import parse_qsl, quote_from_bytes
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyenv.errors import (
     ConfigError,
@@ -51,6 +51,7 @@ MAX_ENVIRONMENT = 1_500_000
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Model = TypeVar("Model", bound=BaseModel)
+Wanted = TypeVar("Wanted", bound="CreateRequest")
 
 ErrorCode = Literal[
     "unavailable", "lost", "protocol", "path", "conflict", "busy", "not_carried", "config", "unauthorized", "internal",
@@ -93,6 +94,21 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 _NODE_NAME = re.compile(r"[a-z0-9-]{1,63}")
 
 
+def join_id(name: str, node: str) -> str:
+    """The id of a sandbox or snapshot behind a gateway; it says on which node it is."""
+    return f"{name}.{node}"
+
+
+def split_id(identifier: str) -> tuple[str, str]:
+    """The name on the node and the node; the node is empty in a plain name."""
+    name, _dot, node = identifier.rpartition(".")
+    return (name, node) if name else (node, "")
+
+
+SnapshotName = Annotated[str, AfterValidator(lambda identifier: split_id(identifier)[0])]
+"""A snapshot's id, of which the node needs no more than its own part."""
+
+
 class Spec(BaseModel):
     """What a sandbox may use. None means unlimited; sizes in bytes, `ttl` in seconds without any use.
 
@@ -119,7 +135,7 @@ class CreateRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     image: str | None = None
-    snapshot: str | None = None
+    snapshot: SnapshotName | None = None
     env: dict[str, str] = {}
     spec: Spec = Spec()
 
@@ -168,6 +184,16 @@ class NodeReport(BaseModel):
     version: str = "1.0"
 
 
+class PoolRequest(CreateRequest):
+    """The body of `POST /pools`: have `count` such sandboxes ready until nobody asked for one for `keep` seconds.
+
+    The image is made ready even for a count of 0, which ends a pool that there is.
+    """
+
+    count: Annotated[int, Field(ge=0, le=4096)] = 0
+    keep: Annotated[float, Field(ge=1)] = 600.0
+
+
 class SnapshotParameters(BaseModel):
     """The query of `POST /sandboxes/{id}/snapshot`; without `shell` only files are kept."""
 
@@ -182,7 +208,7 @@ class RollbackParameters(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    snapshot: str
+    snapshot: SnapshotName
     drop: bool = False
 
 
@@ -311,17 +337,6 @@ def speaks(version: str) -> bool:
     return version.partition(".")[0] == VERSION.partition(".")[0]
 
 
-def join_id(name: str, node: str) -> str:
-    """The id of a sandbox or snapshot behind a gateway; it says on which node it is."""
-    return f"{name}.{node}"
-
-
-def split_id(identifier: str) -> tuple[str, str]:
-    """The name on the node and the node; the node is empty in a plain name."""
-    name, _dot, node = identifier.rpartition(".")
-    return (name, node) if name else (node, "")
-
-
 def nearest_key(key: str, known: Mapping[str, Any]) -> str:
     """A hint naming the known key that `key` looks most like, or all of them."""
     close = difflib.get_close_matches(key, known, n=1)
@@ -341,8 +356,17 @@ def parse_spec(values: Mapping[str, Any]) -> Spec:
 
 def parse_create(body: bytes) -> CreateRequest:
     """Check the body of a create request. ConfigError naming the field."""
+    return _parse_request(CreateRequest, body)
+
+
+def parse_pool(body: bytes) -> PoolRequest:
+    """Check the body of a request for a warm pool. ConfigError naming the field."""
+    return _parse_request(PoolRequest, body)
+
+
+def _parse_request(model: type[Wanted], body: bytes) -> Wanted:
     try:
-        request = CreateRequest.model_validate_json(body)
+        request = model.model_validate_json(body)
     except ValidationError as error:
         raise ConfigError(_first_problem(error)) from error
     check_environment(request.env)

@@ -18,6 +18,7 @@ from skyenv.types import SandboxStats as Stats
 
 __all__ = ["Backend", "Held", "Record", "Stats", "get"]
 
+CHOICES = "choose 'local', 'docker', 'kubernetes' or 'process' (which isolates nothing)"
 Record = dict[str, Any]
 
 
@@ -102,14 +103,22 @@ class Backend(Protocol):
         ...
 
 
-def get(name: str, *, image: str | None = None, state: Path | None = None) -> Backend:
+def get(name: str, *, image: str | None = None, state: Path | None = None, **options: Any) -> Backend:
     """A backend by name. ConfigError naming the choices.
 
     `image` is what sandboxes get whose request names none. With `state`, a directory, sandboxes outlive a node server
-    that was killed, for the next one that has the same.
+    that was killed, for the next one that has the same. `options` are the backend's own.
     """
     from skyenv.remote.backends.launching import Home
 
+    if name == "kubernetes":
+        from skyenv.remote.backends.kubernetes import KubernetesBackend
+        from skyenv.remote.backends.pods import read_options
+
+        kept = {"state": str(state / "snapshots")} if state is not None else {}
+        return KubernetesBackend(read_options({"default_image": image} | kept | options))
+    if options:
+        raise ConfigError(f"backend {name!r} has no options, but {', '.join(sorted(options))} was given")
     home = Home(state) if state is not None else None
     if name == "local":
         from skyenv.remote.backends.local import LocalBackend
@@ -123,4 +132,4 @@ def get(name: str, *, image: str | None = None, state: Path | None = None) -> Ba
         from skyenv.remote.backends.docker import DockerBackend
 
         return DockerBackend(image, home=home)
-    raise ConfigError(f"backend {name!r} is unknown; choose 'local', 'docker' or 'process' (which isolates nothing)")
+    raise ConfigError(f"backend {name!r} is unknown; {CHOICES}")
