@@ -107,7 +107,7 @@ def show_one(trajectory: Trajectory, console: Console, limit: int | None) -> Non
         console.print(Rule(f"turn {number}   policy {turn.policy_version}   {seconds}", align="left", style="dim"))
         _say(console, "assistant", turn.text, limit)
         for call in turn.calls:
-            console.print(f"[bold]{call.name}[/bold]", json.dumps(dict(call.arguments)), markup=True, highlight=False)
+            _say(console, call.name, json.dumps(dict(call.arguments), ensure_ascii=False), limit)
         if turn.error:
             _say(console, "error", turn.error, limit)
         _say(console, "observation", turn.observation, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from skyenv.commands.output import log_to_stderr, print_line
+from skyenv.commands.output import print_line
 
 PORT = 8765
 
@@ -42,10 +42,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    from skyenv.commands.options import given, join_token, listening
+    from skyenv.commands.options import given, join_token, listening, start_logging
     from skyenv.remote.serve import ServeOptions, serve
 
     chosen = given(arguments.parser, arguments)
+    start_logging(chosen)
     backend = chosen.get("backend", "local")
     backend_options = {key: chosen.pop(key) for key in ("image", "runtime") if key in chosen}
     options = ServeOptions(
@@ -55,6 +56,5 @@ def run(arguments: argparse.Namespace) -> int:
         backend_options=backend_options,
         **chosen,
     )
-    log_to_stderr()
     serve(options, on_ready=lambda url: print_line(f"serving sandboxes at {url} (backend {backend})"))
     return 0
