@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = given(arguments.parser, arguments)
     start_logging(chosen)
     backend = chosen.get("backend", "local")
-    backend_options = {key: chosen.pop(key) for key in ("image", "runtime") if key in chosen}
+    backend_options: dict[str, str] = {key: chosen.pop(key) for key in ("image", "runtime") if key in chosen}
     options = ServeOptions(
         listening=listening(chosen, PORT),
         join_token=join_token(chosen),
