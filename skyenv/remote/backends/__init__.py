@@ -110,8 +110,11 @@ class Backend(Protocol):
         ...
 
 
-def get(name: str, *, image: str | None = None) -> Backend:
-    """A backend by name. `image` is what sandboxes get whose request names none. ConfigError naming the choices."""
+def get(name: str, *, image: str | None = None, runtime: str | None = None) -> Backend:
+    """A backend by name. ConfigError naming the choices.
+
+    `image` is what sandboxes get whose request names none, `runtime` the OCI runtime that starts containers.
+    """
     if name == "local":
         from skyenv.remote.backends.local import LocalBackend
 
@@ -120,8 +123,12 @@ def get(name: str, *, image: str | None = None) -> Backend:
         from skyenv.remote.backends.process import ProcessBackend
 
         return ProcessBackend()
+    if name == "oci":
+        from skyenv.remote.backends.oci import OciBackend
+
+        return OciBackend(image, runtime)
     if name == "docker":
         from skyenv.remote.backends.docker import DockerBackend
 
-        return DockerBackend(image)
-    raise ConfigError(f"backend {name!r} is unknown; choose 'local', 'docker' or 'process' (which isolates nothing)")
+        return DockerBackend(image, runtime)
+    raise ConfigError(f"backend {name!r} is unknown; choose 'local', 'oci', 'docker' or 'process' (isolates nothing)")

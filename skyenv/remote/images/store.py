@@ -155,7 +155,8 @@ class Store:
 
     def hold_layer(self, diff_id: str) -> bool:
         """Hold a layer while it is needed; False when it is not there."""
-        return self._has(diff_id) and self._lock(self.layers / f"{layer_id(diff_id)}.json")
+        path = self.layers / f"{layer_id(diff_id)}.json"
+        return (str(path) in self._locks or self._has(diff_id)) and self._lock(path)
 
     def release_layer(self, diff_id: str) -> None:
         """The opposite of `hold_layer` and of what `keep_layer` holds."""
@@ -170,6 +171,11 @@ class Store:
         temporary = self.scratch()
         temporary.write_text(json.dumps(value))
         temporary.rename(path)
+
+    def take(self, reference: Reference) -> Image | None:
+        """`find` and `hold`."""
+        image = self.find(reference)
+        return image if image is not None and self.hold(image) else None
 
     def hold(self, image: Image) -> bool:
         """Use an image: it cannot be collected until as many `release`. False when it is not there any more."""

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import enter, init, join, kernel
+from . import contain, enter, init, join, kernel
 from .wire import Connection
 
 
@@ -24,7 +24,7 @@ def become_sandbox(request: dict[str, Any], control: int, lifeline: int, report:
         sys.path.clear()  # an import from now on would run what an image has in that place
         try:
             if request["isolated"]:
-                begin = join.start if anchor else enter.start
+                begin = join.start if anchor else contain.start if "container" in request else enter.start
                 begin(request, report, lambda counter: _run_init(sock, line, request, counter))
             else:
                 _start_plain(request, sock, line)
@@ -70,6 +70,10 @@ def prepare_directories(request: dict[str, Any]) -> None:
     if request["base_uid"] is not None:
         os.chown(f"{top}/upper", request["base_uid"], request["base_uid"])
     os.chmod(f"{top}/upper", 0o755)
+    if "container" in request:
+        os.chmod(top, 0o700)
+        if request["base_uid"] is not None:
+            os.chown(top, request["base_uid"], request["base_uid"])
     if request["lower"]:
         found = os.stat(request["lower"][0])
         os.chmod(f"{top}/upper", found.st_mode & 0o7777)
