@@ -99,7 +99,7 @@ def start_work(work: Callable[[], None]) -> tuple[int, int]:
 
 def remove_tree(path: str) -> None:
     """Remove a tree of any depth and whatever its modes; symlinks are not followed. Missing is fine."""
-    if _run("rm", "-rf", "--", path):
+    if _run("rm", "-rf", "--", path, quiet=True):
         _run("chmod", "-R", "u+rwx", "--", path)
         if _run("rm", "-rf", "--", path):
             raise OSError(f"rm -rf {path} failed")
@@ -114,5 +114,7 @@ def copy_tree(source: str, target: str) -> None:
             raise OSError(f"cp -a {source} {target} ended with status {status}")
 
 
-def _run(*command: str) -> int:
-    return os.spawnvp(os.P_WAIT, command[0], command)
+def _run(*command: str, quiet: bool = False) -> int:
+    silence = [(os.POSIX_SPAWN_OPEN, 2, "/dev/null", os.O_WRONLY, 0)] if quiet else []
+    pid = os.posix_spawnp(command[0], command, os.environ, file_actions=silence)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
