@@ -20,8 +20,9 @@ import skyenv
 from skyenv.core import SandboxProvider
 from skyenv.envs.swe.environment import Environments, start_repository
 from skyenv.envs.swe.grading import apply_patch, grade_work_tree, read_agent
+from skyenv.envs.swe.loading import load_tasks
 from skyenv.envs.swe.sources import tree_to_tar
-from skyenv.envs.swe.tasks import SweTask, load_tasks
+from skyenv.envs.swe.tasks import SweTask
 from skyenv.envs.swe.validation import reference_patch
 
 

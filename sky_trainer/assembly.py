@@ -11,7 +11,8 @@ from sky_trainer.config import EnvConfig, RolloutConfig, TasksConfig
 from sky_trainer.tiny import ToolNames
 from skyenv import formats
 from skyenv.core import Engine, Env, SandboxProvider
-from skyenv.envs.swe.tasks import SweTask, load_tasks
+from skyenv.envs.swe.loading import load_tasks
+from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import ConfigError
 from skyenv.formats.contract import Format
 from skyenv.history import condenser

@@ -108,7 +108,7 @@ def make_swe_vector(
     """
     from skyenv.envs.swe.env import SWEEnv
     from skyenv.envs.swe.environment import Environments
-    from skyenv.envs.swe.tasks import load_tasks
+    from skyenv.envs.swe.loading import load_tasks
     from skyenv.vector.vector_env import SkyVectorEnv
 
     if sandbox is not None and not isinstance(sandbox, str):

@@ -129,6 +129,37 @@ class ExecResult:
     output_bytes: int = 0
     cwd_missing: bool = False
 
+    @property
+    def outcome(self) -> Literal["running", "exit", "timeout", "oom", "killed"]:
+        """How it went; a sandbox that is gone is no result but `SandboxLost`.
+
+        "oom": something inside was killed for want of memory while it ran; "killed": the session's shell was.
+        """
+        if self.running:
+            return "running"
+        if self.timed_out:
+            return "timeout"
+        if self.oom:
+            return "oom"
+        return "killed" if self.session_restarted and self.exit_code > 128 else "exit"
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxStats:
+    """What a sandbox uses now; None where its machine does not count it.
+
+    `memory_bytes` without file cache that would be dropped at once; `cpu_seconds` since its start; `pids` processes and
+    threads that exist; `oom_kills` since its start; `disk_bytes` written, where they are limited. `frozen`: nothing in
+    it runs until the next request.
+    """
+
+    memory_bytes: int | None = None
+    cpu_seconds: float | None = None
+    pids: int | None = None
+    oom_kills: int | None = None
+    disk_bytes: int | None = None
+    frozen: bool = False
+
 
 class FileInfo(NamedTuple):
     """One entry of a directory inside a sandbox. `kind` is file, dir, link or other; `size` in bytes."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sky_trainer.commands.output import print_json, print_line
 from sky_trainer.selection import Rule, choose, count_solved, split, write_stage
-from skyenv.envs.swe.tasks import load_tasks
+from skyenv.envs.swe.loading import load_tasks
 from skyenv.errors import ConfigError
 
 

@@ -103,7 +103,7 @@ def _known_ids(out: Path) -> frozenset[str]:
     """The ids in a file of an earlier run, which are not made again."""
     if not out.exists():
         return frozenset()
-    from skyenv.envs.swe.tasks import load_tasks
+    from skyenv.envs.swe.loading import load_tasks
 
     return frozenset(task.task_id for task in load_tasks(out))
 

@@ -17,6 +17,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve.add_argument("--token", help="clients must send this token; required for any host but loopback")
     serve.add_argument("--token-file", type=Path, help="read the token from this file instead")
     serve.add_argument("--backend", choices=("local", "process"), default="local", help="process isolates nothing")
+    serve.add_argument(
+        "--state", type=Path, help="directory of this server: when it is killed, the next one takes its sandboxes over"
+    )
     serve.add_argument("--max-sandboxes", type=int, default=1024, help="how many may live at a time (default 1024)")
     serve.set_defaults(run=run)
 
@@ -37,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         token=token,
         backend=arguments.backend,
         max_sandboxes=arguments.max_sandboxes,
+        state=arguments.state,
     )
     serve(options, on_ready=lambda url: print_line(f"serving sandboxes at {url} (backend {arguments.backend})"))
     return 0

@@ -1,10 +1,12 @@
-"""`skyenv tasks`: look at and validate task sets."""
+"""`skyenv tasks`: look at task sets, make them, admit them to training, grade a patch."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -16,38 +18,47 @@ from skyenv.errors import ConfigError, SkyEnvError
 if TYPE_CHECKING:
     from skyenv.envs.swe.tasks import SweTask
 
+PLACE = "a set's name (builtin, pypi), a file, a folder, a data set of the hub (owner/name@split), or DATASET:PLACE"
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`skyenv tasks list|show|validate`."""
-    tasks = commands.add_parser("tasks", help="look at and validate task sets")
+    """`skyenv tasks list|show|validate|grade|build`."""
+    tasks = commands.add_parser("tasks", help="look at, admit and grade repair tasks")
     verbs = tasks.add_subparsers(required=True, metavar="VERB")
     listing = verbs.add_parser("list", help="one line a task")
     showing = verbs.add_parser("show", help="one task: problem, source, tests")
     validating = verbs.add_parser("validate", help="prove that the empty patch fails and the reference resolves")
-    for verb, run in ((listing, run_list), (showing, run_show), (validating, run_validate)):
-        verb.add_argument("tasks", metavar="TASKS", help="a set's name (builtin, pypi), a file or a folder")
+    grading = verbs.add_parser("grade", help="grade a patch from anywhere")
+    for verb, run in ((listing, run_list), (showing, run_show), (validating, run_validate), (grading, run_grade)):
+        verb.add_argument("tasks", metavar="TASKS", help=PLACE)
         verb.add_argument("--json", action="store_true", help="print one JSON object as the last line")
         verb.set_defaults(run=run)
+    for verb in (validating, grading):
+        verb.add_argument("--sandbox", help="URL of a node server (default: sandboxes of this process)")
+        verb.add_argument("--token", help="token of that server")
     build.add(verbs)
     showing.add_argument("task_id", metavar="ID")
+    grading.add_argument("--id", required=True, help="the task that the patch is for")
+    grading.add_argument("--patch", required=True, metavar="FILE", help="the patch; - reads standard input")
     validating.add_argument("--id", action="append", default=[], help="only this task (may be repeated)")
     validating.add_argument("--runs", type=int, default=1, help="how often to run each patch (default 1)")
-    validating.add_argument("--sandbox", help="URL of a node server (default: sandboxes of this process)")
-    validating.add_argument("--token", help="token of that server")
     validating.add_argument("--concurrency", type=int, default=2, help="tasks at a time (default 2)")
+    validating.add_argument("--out", type=Path, help="file for the records (default: beside the tasks)")
 
 
 def chosen_tasks(arguments: argparse.Namespace, ids: Sequence[str] = ()) -> list[SweTask]:
     """Load the task set and keep `ids` (all when empty). ConfigError for an id that is not there."""
-    from skyenv.envs.swe.tasks import load_tasks
+    from skyenv.envs.swe.loading import load_tasks
 
     tasks = load_tasks(arguments.tasks)
+    return _only(tasks, arguments.tasks, ids)
+
+
+def _only(tasks: list[SweTask], source: str, ids: Sequence[str]) -> list[SweTask]:
     known = {task.task_id: task for task in tasks}
     for task_id in ids:
         if task_id not in known:
-            raise ConfigError(
-                f"{arguments.tasks} has no task {task_id!r}; `skyenv tasks list {arguments.tasks}` names all"
-            )
+            raise ConfigError(f"{source} has no task {task_id!r}; `skyenv tasks list {source}` names all")
     return [known[task_id] for task_id in ids] if ids else tasks
 
 
@@ -69,7 +80,13 @@ def run_show(arguments: argparse.Namespace) -> int:
         "task_id": task.task_id,
         "level": task.level,
         "source": str(task.source),
+        "image": task.environment.image,
+        "repo_path": task.repo_path,
         "runner": task.runner,
+        "command": task.command,
+        "parser": task.parser,
+        "timeout": task.timeout,
+        "admitted": task.record is not None,
         "fail_to_pass": list(task.fail_to_pass),
         "pass_to_pass": list(task.pass_to_pass),
     }
@@ -81,24 +98,64 @@ def run_show(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_grade(arguments: argparse.Namespace) -> int:
+    """Status 0 when the patch resolves the task; the verdict goes to stdout."""
+    (task,) = chosen_tasks(arguments, [arguments.id])
+    try:
+        patch = sys.stdin.buffer.read() if arguments.patch == "-" else Path(arguments.patch).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--patch {arguments.patch}: {error.strerror}") from error
+    verdict = anyio.run(grade_one, task, patch, arguments)
+    print_line(f"{task.task_id}: {verdict['status']}, reward {verdict['reward']:g}, {verdict['seconds']:.1f} s")
+    for test, outcome in verdict["tests"].items():
+        if outcome != "passed":
+            print_line(f"  {outcome:8} {test}")
+    if arguments.json:
+        print_line(json.dumps(verdict))
+    return 0 if verdict["resolved"] else 1
+
+
+async def grade_one(task: SweTask, patch: bytes, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The verdict on a patch, from a sandbox server of this process or elsewhere."""
+    from skyenv.envs.swe.grading import grade_patch
+    from skyenv.remote.client import connect
+
+    async with connect(arguments.sandbox, arguments.token) as provider:
+        return await grade_patch(task, patch, provider)
+
+
 def run_validate(arguments: argparse.Namespace) -> int:
-    """Status 0 when every task is sound."""
+    """Status 0 when every task is admitted. Writes the records of those that are, drops those that no longer are."""
+    from skyenv.envs.swe.loading import load_tasks
+    from skyenv.envs.swe.records import records_path, write_records
+    from skyenv.envs.swe.validation import summary
+
     if arguments.runs < 1 or arguments.concurrency < 1:
         raise ConfigError("--runs and --concurrency must be at least 1")
-    records = anyio.run(validate_all, chosen_tasks(arguments, arguments.id), arguments)
-    sound = [record for record in records if record["ok"]]
-    print_line(f"{len(sound)} of {len(records)} tasks are sound")
+    refused: list[str] = []
+
+    def refuse(error: ConfigError) -> None:
+        refused.append(str(error))
+        print_line(f"REFUSED {error}")
+
+    tasks = _only(load_tasks(arguments.tasks, refused=refuse, admitted=False), arguments.tasks, arguments.id)
+    results = anyio.run(validate_all, tasks, arguments)
+    path = arguments.out or records_path(arguments.tasks)
+    records = [result["record"] for result in results if result["ok"]]
+    write_records(path, records, gone=[result["task_id"] for result in results if not result["ok"]])
+    report = summary(results, refused)
+    print_line(f"{report['admitted']} of {report['tasks']} tasks are admitted, their records are in {path}")
     if arguments.json:
-        print_line(json.dumps({"tasks": len(records), "ok": len(sound), "records": records}))
-    return 0 if len(sound) == len(records) else 1
+        print_line(json.dumps({**report, "records": str(path)}))
+    return 0 if report["refused"] == 0 else 1
 
 
 async def validate_all(tasks: Sequence[SweTask], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Validate tasks concurrently; a task that cannot be validated is a record too, never the end of the others."""
+    """Validate tasks concurrently; a task that cannot be validated is a result too, never the end of the others."""
     from skyenv.envs.swe.validation import validate_task
     from skyenv.remote.client import connect
 
-    records: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     limiter = anyio.CapacityLimiter(arguments.concurrency)
 
     async with connect(arguments.sandbox, arguments.token) as provider, anyio.create_task_group() as group:
@@ -106,13 +163,13 @@ async def validate_all(tasks: Sequence[SweTask], arguments: argparse.Namespace) 
         async def one(task: SweTask) -> None:
             async with limiter:
                 try:
-                    record = await validate_task(task, provider, runs=arguments.runs)
+                    result = await validate_task(task, provider, runs=arguments.runs)
                 except SkyEnvError as error:
-                    record = {"task_id": task.task_id, "ok": False, "problems": [f"{type(error).__name__}: {error}"]}
-            records[task.task_id] = record
-            verdict = "ok" if record["ok"] else "BAD: " + "; ".join(record["problems"])
-            print_line(f"{len(records):3}/{len(tasks)} {task.task_id:40} {verdict}")
+                    result = {"task_id": task.task_id, "ok": False, "problems": [f"{type(error).__name__}: {error}"]}
+            results[task.task_id] = result
+            verdict = "ok" if result["ok"] else "BAD: " + "; ".join(result["problems"])
+            print_line(f"{len(results):3}/{len(tasks)} {task.task_id:40} {verdict}")
 
         for task in tasks:
             group.start_soon(one, task)
-    return [records[task.task_id] for task in tasks]
+    return [results[task.task_id] for task in tasks]

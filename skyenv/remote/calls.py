@@ -6,7 +6,6 @@ can be fetched again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -61,11 +60,13 @@ class Call:
 
 
 class CallLog:
-    """Keyed calls, running ones and the last finished ones."""
+    """Keyed calls, running ones and the last finished ones. Every operation costs the same however many there are."""
 
     def __init__(self, group: TaskGroup) -> None:
         self._group = group
-        self._calls: OrderedDict[str, Call] = OrderedDict()
+        self._calls: dict[str, Call] = {}
+        self._finished: dict[str, int] = {}  # sizes, the oldest first
+        self._kept_bytes = 0
 
     def start(self, key: str, work: Work) -> Call:
         """The call with this key; started now if there was none."""
@@ -73,14 +74,18 @@ class CallLog:
         if call is None:
             call = self._calls[key] = Call()
             self._group.start_soon(self._run, key, call, work)
-            self._forget()
         return call
 
     async def _run(self, key: str, call: Call, work: Work) -> None:
         """A call that was refused for now or never made is not kept: asking again with its key is a new try."""
         await call.run(key, work)
         if isinstance(call.error, (SandboxUnavailable, SandboxProtocolError)):
-            self._calls.pop(key, None)
+            del self._calls[key]
+            return
+        self._finished[key] = size = len(call.result.body) if call.result else 0
+        self._kept_bytes += size
+        while len(self._finished) > KEPT_CALLS or (self._kept_bytes > KEPT_BYTES and len(self._finished) > 1):
+            self._forget(next(iter(self._finished)))
 
     def find(self, key: str) -> Call | None:
         """The call with this key, if it is known."""
@@ -88,19 +93,14 @@ class CallLog:
 
     def drop(self, key: str) -> None:
         """Let a finished call go: its client has the answer."""
-        call = self._calls.get(key)
-        if call is not None and call.done.is_set():
-            del self._calls[key]
+        if key in self._finished:
+            self._forget(key)
 
     @property
     def busy(self) -> bool:
         """Whether any call is running."""
-        return any(not call.done.is_set() for call in self._calls.values())
+        return len(self._calls) > len(self._finished)
 
-    def _forget(self) -> None:
-        count, size = 0, 0
-        for key, call in reversed(list(self._calls.items())):
-            if call.done.is_set():
-                count, size = count + 1, size + (len(call.result.body) if call.result else 0)
-                if count > KEPT_CALLS or (size > KEPT_BYTES and count > 1):
-                    del self._calls[key]
+    def _forget(self, key: str) -> None:
+        self._kept_bytes -= self._finished.pop(key)
+        del self._calls[key]

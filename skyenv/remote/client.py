@@ -36,7 +36,7 @@ from skyenv.remote.protocol import (
     encode_query,
     parse_spec,
 )
-from skyenv.remote.sending import PATIENCE, Headers, Method, Sender, http_client
+from skyenv.remote.sending import PATIENCE, Headers, Method, Sender, sender_to
 from skyenv.remote.tasks import background_tasks
 from skyenv.types import ExecResult, FileInfo
 
@@ -69,11 +69,10 @@ async def connect(
 
             app = await stack.enter_async_context(in_process(backend))
             transport: httpx.AsyncBaseTransport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            http = httpx.AsyncClient(transport=transport, base_url="http://node", timeout=None)
+            sender = Sender(transport, "http://node", {}, patience=patience)
         else:
-            http = http_client(url, token, verify)
-        await stack.enter_async_context(http)
-        client = SandboxClient(http, patience=patience)
+            sender = sender_to(url, token, verify, patience=patience)
+        client = SandboxClient(await stack.enter_async_context(sender))
         group = await stack.enter_async_context(background_tasks())
         group.start_soon(client.keep_leases)
         yield client
@@ -82,8 +81,8 @@ async def connect(
 class SandboxClient:
     """A `SandboxProvider`. Made by `connect`."""
 
-    def __init__(self, http: httpx.AsyncClient, *, patience: float = PATIENCE) -> None:
-        self._sender = Sender(http, patience=patience)
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
         self._leases: dict[str, float] = {}
 
     async def health(self) -> dict[str, Any]:

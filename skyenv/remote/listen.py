@@ -118,7 +118,8 @@ async def serve_app(
     """
     config = uvicorn.Config(
         app, lifespan="off", log_config=None, access_log=False, http=_BoundedHead, ws="none",
-        server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE,
+        server_header=False, date_header=False, proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE,
         ssl_certfile=listening.certificate, ssl_keyfile=listening.key,
     )  # fmt: skip
     try:

@@ -80,7 +80,8 @@ class Metrics:
             buckets=_SECONDS, registry=self.registry,
         )  # fmt: skip
         self._phase: dict[Phase, Histogram] = {}
-        self._execs = self._counter("skyenv_execs_total", "Finished commands.", "outcome")
+        execs = self._counter("skyenv_execs_total", "Finished commands.", "outcome")
+        self._execs = {outcome: execs.labels(outcome) for outcome in ("zero", "nonzero", "timeout", "oom")}
         self._ended = self._counter("skyenv_sandboxes_ended_total", "Sandboxes that are gone.", "reason")
         self._refused = self._counter("skyenv_refused_total", "Requests answered 429, 503 or 507.", "status", "reason")
         self._errors = self._counter("skyenv_errors_total", "Requests that failed otherwise.", "code")
@@ -113,7 +114,7 @@ class Metrics:
         """A command ended after `seconds` of its own; `failed` is a non-zero exit."""
         self.phase("exec").observe(seconds)
         outcome = "oom" if oom else "timeout" if timed_out else "nonzero" if failed else "zero"
-        self._execs.labels(outcome).inc()
+        self._execs[outcome].inc()
 
     def ended(self, reason: str) -> None:
         """A sandbox is gone: "deleted", "lease", "lost", "closing"."""

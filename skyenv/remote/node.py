@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -31,6 +32,7 @@ from skyenv.remote.backends import Backend
 from skyenv.remote.calls import Call, CallLog, Result, Work
 from skyenv.remote.metrics import CONTENT_TYPE
 from skyenv.remote.protocol import (
+    ACK,
     KEY,
     MAX_COMMAND,
     MAX_JSON,
@@ -85,7 +87,8 @@ async def in_process(backend: str) -> AsyncIterator[Starlette]:
 
 def _routes() -> list[Route]:
     one = "/sandboxes/{name}"
-    return [
+    return [  # tried in this order: what is asked most comes first
+        Route(one + "/exec", _exec, methods=["POST"]),
         Route("/health", _health, methods=["GET"]),
         Route("/metrics", _metrics, methods=["GET"]),
         Route("/leases", _renew, methods=["POST"]),
@@ -94,11 +97,13 @@ def _routes() -> list[Route]:
         Route(one, _create, methods=["PUT"]),
         Route(one, _delete, methods=["DELETE"]),
         Route(one + "/calls/{key}", _attach, methods=["GET"]),
-        Route(one + "/exec", _exec, methods=["POST"]),
         Route(one + "/poll", _poll, methods=["POST"]),
         Route(one + "/interrupt", _interrupt, methods=["POST"]),
         Route(one + "/kill", _kill, methods=["POST"]),
         Route(one + "/snapshot", _snapshot, methods=["POST"]),
+        Route(one + "/pause", _pause, methods=["POST"]),
+        Route(one + "/resume", _resume, methods=["POST"]),
+        Route(one + "/stats", _stats, methods=["GET"]),
         Route(one + "/rollback", _rollback, methods=["POST"]),
         Route(one + "/info", _info, methods=["GET"]),
         Route(one + "/entries", _entries, methods=["GET"]),
@@ -116,7 +121,10 @@ def _node(request: Request) -> Node:
 
 
 def _session(request: Request) -> Session:
-    return _node(request).session(request.path_params["name"])
+    session = _node(request).session(request.path_params["name"])
+    if answered := request.headers.get(ACK):
+        session.acknowledge(answered)
+    return session
 
 
 def _success_of(result: Result) -> Response:
@@ -185,7 +193,7 @@ async def _exec(request: Request) -> Response:
 async def _poll(request: Request) -> Response:
     session, parameters = _session(request), parse_query(PollParameters, query_of(request))
     typed = await read_body(request, MAX_COMMAND)
-    return await _keyed(request, session.calls, lambda key: session.poll(key, parameters.soft_timeout, typed))
+    return await _keyed(request, session.calls, lambda key: session.poll(key, parameters, typed))
 
 
 async def _interrupt(request: Request) -> Response:
@@ -196,6 +204,21 @@ async def _interrupt(request: Request) -> Response:
 async def _kill(request: Request) -> Response:
     session = _session(request)
     return await _keyed(request, session.calls, session.kill_processes)
+
+
+async def _pause(request: Request) -> Response:
+    await _session(request).freeze()
+    return success({})
+
+
+async def _resume(request: Request) -> Response:
+    await _session(request).thaw()
+    return success({})
+
+
+async def _stats(request: Request) -> Response:
+    session = _session(request)
+    return success(asdict(await session.stats()))
 
 
 async def _snapshot(request: Request) -> Response:

@@ -96,7 +96,8 @@ _NODE_NAME = re.compile(r"[a-z0-9-]{1,63}")
 class Spec(BaseModel):
     """What a sandbox may use. None means unlimited; sizes in bytes, `ttl` in seconds without any use.
 
-    `file_bytes` bounds one file, `disk_bytes` all files that the sandbox writes, which are then held in memory.
+    `file_bytes` bounds one file, `disk_bytes` all files that the sandbox writes, which are then held in memory. After
+    `freeze_after` seconds without any use a sandbox in which hardly anything moves is frozen until the next request.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -108,6 +109,7 @@ class Spec(BaseModel):
     disk_bytes: Annotated[int, Field(ge=1 << 20)] | None = None
     tmpfs_bytes: Annotated[int, Field(ge=1 << 20)] = 256 << 20
     ttl: Annotated[float, Field(ge=1)] = 600.0
+    freeze_after: Annotated[float, Field(ge=1)] | None = 30.0
     shell: Literal["bash", "sh"] = "bash"
 
 
@@ -123,12 +125,17 @@ class CreateRequest(BaseModel):
 
 
 class ExecParameters(BaseModel):
-    """The query of `POST /sandboxes/{id}/exec`; the command is the body."""
+    """The query of `POST /sandboxes/{id}/exec`; the command is the body.
+
+    The answer comes before the command has ended when it printed nothing for `soft_timeout` seconds, or when its output
+    has waited for `flush` seconds.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     timeout: Annotated[float, Field(gt=0, le=7 * 86400)] = 60.0
     soft_timeout: Annotated[float, Field(gt=0)] | None = None
+    flush: Annotated[float, Field(ge=0)] | None = None
     max_output_bytes: Annotated[int, Field(ge=1, le=64 << 20)] = 1 << 20
     terminal: bool = False
 
@@ -139,6 +146,7 @@ class PollParameters(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     soft_timeout: Annotated[float, Field(gt=0)] | None = None
+    flush: Annotated[float, Field(ge=0)] | None = None
 
 
 class NodeReport(BaseModel):

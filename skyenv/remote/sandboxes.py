@@ -8,8 +8,10 @@ leaves behind is nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator
@@ -21,17 +23,19 @@ from anyio.abc import TaskGroup
 
 from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable, SkyEnvError
 from skyenv.remote import snapshots
-from skyenv.remote.backends import Backend
+from skyenv.remote.backends import Backend, Held, Record
 from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
 from skyenv.remote.protocol import CreateRequest, RollbackParameters, SnapshotParameters
-from skyenv.remote.session import ENDED, Session
+from skyenv.remote.rest import freeze_idle
+from skyenv.remote.session import ENDED, Session, lease_end
 from skyenv.remote.tasks import background_tasks
 
 LOG = logging.getLogger(__name__)
 REAP_INTERVAL = 0.5
 STARTS_AT_A_TIME = 4
+ADOPTIONS_AT_A_TIME = 16
 TOMBSTONES = 4096
 CLOSE_TIMEOUT = 30.0
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -55,14 +59,39 @@ class Node:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Serve inside the block; every sandbox is gone afterwards."""
+        """Serve inside the block, at first what a former node left; every sandbox is gone afterwards."""
         async with self.backend.open(), background_tasks() as group:
             self._group, self._calls = group, CallLog(group)
+            await self._adopt_all(group)
             group.start_soon(self._reap)
+            group.start_soon(freeze_idle, self._sessions.values, self.backend)
             try:
                 yield
             finally:
                 self.close_sessions()
+
+    async def _adopt_all(self, group: TaskGroup) -> None:
+        async with anyio.create_task_group() as adopting:
+            limit = anyio.Semaphore(ADOPTIONS_AT_A_TIME)
+            for held in self.backend.held():
+                adopting.start_soon(self._adopt, held, group, limit)
+
+    async def _adopt(self, held: Held, group: TaskGroup, limit: anyio.Semaphore) -> None:
+        """Take over what a former node left; what that had not finished making is ended."""
+        async with limit:
+            try:
+                await self.backend.thaw(held.sandbox)
+                sock = await self.backend.attach(held.sandbox)
+                session = Session(held.sandbox, sock, held.record, self.backend, group, self.metrics)
+                group.start_soon(self._serve, session, session.channel)
+                if (await session.status())["begun"] and session.name not in self._sessions:
+                    self._sessions[session.name] = session
+                    self._places.add(session.name)
+                    return
+                session.channel.close("it was not finished, or rolled back")
+            except SandboxError as error:
+                LOG.warning("sandbox %s was not taken over: %s", held.sandbox, error)
+            await self._bury(held.sandbox)
 
     def close_sessions(self) -> None:
         """End every sandbox and take no new ones; whoever waits for one is told at once."""
@@ -98,6 +127,8 @@ class Node:
             raise ConfigError("a sandbox's name is 32 hexadecimal digits")
         if name in self._gone:
             raise SandboxLost(f"sandbox {name}: {self._gone[name]}")
+        if name in self._sessions:
+            return Result({})  # a former node made it, and its answer was lost
         if self._closing:
             raise SandboxUnavailable("the node is closing")
         if len(self._places) >= self._max:
@@ -121,7 +152,9 @@ class Node:
 
     async def _start(self, name: str, request: CreateRequest) -> None:
         sandbox = uuid.uuid4().hex
-        record = {"name": name, "ttl": request.spec.ttl, "request": request.model_dump(mode="json", exclude_unset=True)}
+        record: Record = {"name": name, "ttl": request.spec.ttl, "freeze_after": request.spec.freeze_after}
+        record["expires"] = lease_end(time.monotonic(), request.spec.ttl)
+        record["request"] = request.model_dump(mode="json", exclude_unset=True)
         try:
             sock = await self.backend.create(sandbox, request, record)
         except SkyEnvError:
@@ -175,8 +208,12 @@ class Node:
     async def _reap(self) -> None:
         while True:
             await anyio.sleep(REAP_INTERVAL)
-            for name in [name for name, session in self._sessions.items() if session.expired]:
-                await self._end(name, "its lease ran out")
+            for name, session in list(self._sessions.items()):
+                if session.expired:
+                    await self._end(name, "its lease ran out")
+                else:
+                    with contextlib.suppress(SandboxError):
+                        await session.note_use()
 
     async def snapshot(self, name: str, wanted: SnapshotParameters) -> Result:
         """Keep a sandbox as it is."""

@@ -12,7 +12,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import anyio
 import httpx
@@ -49,8 +49,8 @@ def fate_of(error: BaseException) -> Fate:
     return Fate.MAYBE_EXECUTED if isinstance(error, httpx.TransportError) else Fate.EXECUTED
 
 
-def http_client(url: str, token: str | None, verify: bool | str | Path = True) -> httpx.AsyncClient:
-    """The HTTP client of a server. `verify`: a file of certificates to trust, or False to trust anybody.
+def sender_to(url: str, token: str | None, verify: bool | str | Path = True, *, patience: float = PATIENCE) -> Sender:
+    """What sends to a server. `verify`: a file of certificates to trust, or False to trust anybody.
 
     ConfigError when the URL is none or the file cannot be used.
     """
@@ -58,11 +58,8 @@ def http_client(url: str, token: str | None, verify: bool | str | Path = True) -
     if parsed is None or not parsed.host:
         raise ConfigError(f"url {url!r}: must start with http:// or https:// and name a host")
     tls = tls_context(verify) if parsed.scheme == "https" else None
-    headers = {VERSION_HEADER: VERSION}
-    if token is not None:
-        headers["authorization"] = f"Bearer {token}"
     transport = PoolTransport(Pool(tls, connect_timeout=CONNECT_TIMEOUT))
-    return httpx.AsyncClient(base_url=url, headers=headers, transport=transport, trust_env=False)
+    return Sender(transport, url, {"authorization": f"Bearer {token}"} if token is not None else {}, patience=patience)
 
 
 def tls_context(verify: bool | str | Path) -> ssl.SSLContext:
@@ -124,15 +121,27 @@ class _Body(httpx.AsyncByteStream):
 
 
 class Sender:
-    """Sends requests until an answer comes, for `patience` seconds where coming back helps."""
+    """Sends requests until an answer comes, for `patience` seconds where coming back helps. Owns its transport.
 
-    def __init__(self, http: httpx.AsyncClient, *, patience: float = PATIENCE) -> None:
-        self._http = http
+    Requests go to the transport as they are: no cookies, redirects or other features of a whole httpx client, which
+    would cost more than the rest of the way to the server.
+    """
+
+    def __init__(
+        self, transport: httpx.AsyncBaseTransport, base: str, headers: Headers, *, patience: float = PATIENCE
+    ) -> None:
+        self._transport = transport
         self._patience = patience
-        self._base = str(http.base_url).rstrip("/")
-        self._headers = {**http.headers}
+        self._base = base.rstrip("/")
+        self._headers = {VERSION_HEADER: VERSION, **headers}
         self._answered = False
         self._silent_since: float | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_details: object) -> None:
+        await self._transport.aclose()
 
     async def send(
         self, method: Method, path: str, body: bytes = b"", headers: Headers | None = None, *,
@@ -160,7 +169,11 @@ class Sender:
             method, self._base + path, headers=headers, content=body, extensions={"timeout": {"read": timeout}}
         )
         try:
-            response = await self._http.send(request)
+            response = await self._transport.handle_async_request(request)
+            try:
+                await response.aread()
+            finally:
+                await response.aclose()
         except httpx.TransportError:
             self._silent_since = self._silent_since or anyio.current_time()
             raise

@@ -22,12 +22,16 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """How `serve` works. A host that is not loopback needs a token."""
+    """How `serve` works. A host that is not loopback needs a token.
+
+    With `state`, a directory, sandboxes outlive a server that was killed: the next one with the same takes them over.
+    """
 
     listening: Listening = field(default_factory=Listening)
     token: str | None = None
     token_file: Path | None = None
     backend: str = "local"
+    state: Path | None = None
     max_sandboxes: int = 1024
 
     def __post_init__(self) -> None:
@@ -52,7 +56,8 @@ def serve(options: ServeOptions, *, on_ready: Callable[[str], None] = LOG.info) 
 
 
 async def _serve(options: ServeOptions, on_ready: Callable[[str], None]) -> None:
-    node, tokens = Node(backends.get(options.backend), max_sandboxes=options.max_sandboxes), options.tokens()
+    backend = backends.get(options.backend, state=options.state)
+    node, tokens = Node(backend, max_sandboxes=options.max_sandboxes), options.tokens()
     with options.listening.bind() as listener:
         async with background_tasks() as group:
             stop = anyio.Event()

@@ -6,11 +6,13 @@ spares a round trip and holds what never reached the init. A sandbox is thawed b
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -20,6 +22,7 @@ from skyenv.errors import (
     EnvError,
     SandboxConflict,
     SandboxError,
+    SandboxLost,
     SandboxPathError,
     SandboxProtocolError,
     SandboxUnavailable,
@@ -31,8 +34,9 @@ from skyenv.remote.channel import Channel
 from skyenv.remote.inside.state import Saved
 from skyenv.remote.inside.wire import Frame
 from skyenv.remote.metrics import Metrics
-from skyenv.remote.protocol import ExecParameters
+from skyenv.remote.protocol import ExecParameters, PollParameters
 from skyenv.remote.tasks import background_tasks
+from skyenv.types import SandboxStats
 
 ENDED = "the sandbox's first process ended (killed, or out of memory)"
 INLINE = 1 << 20
@@ -40,17 +44,29 @@ CHUNK = 1 << 18
 FILE_TIMEOUT = 600.0
 END_GRACE = 15.0
 LONGEST = 8 * 86400.0
+LEAST_SLACK = 1.0
 _FIELDS = (
     *("exit_code", "timed_out", "oom", "session_restarted", "running"),
     *("cwd", "cwd_missing", "seconds", "head", "output_bytes"),
 )
 
 
+def lease_slack(ttl: float) -> float:
+    """By how much a noted lease may be out of date, in seconds."""
+    return max(LEAST_SLACK, ttl / 8)
+
+
+def lease_end(used: float, ttl: float) -> float:
+    """When a lease ends that was noted when the sandbox was used at `used`."""
+    return used + ttl + lease_slack(ttl)
+
+
 class Session:
     """A living sandbox. The node makes it, serves its channel and closes that.
 
-    `record` is what is kept with the sandbox for the next node: `name`, `ttl`, `freeze_after`, and whatever else the
-    node adds.
+    `record` is what is kept with the sandbox for the next node: `name`, `ttl`, `freeze_after` and `expires`, when its
+    lease ends at the latest by this machine's monotonic clock. Uses are noted there once in a while, so a lease that no
+    node watched ends up to an eighth of it late, never early.
     """
 
     def __init__(
@@ -65,16 +81,17 @@ class Session:
         self.name: str = record["name"]
         self.sandbox = sandbox
         self.record = record
+        self.ttl: float = record["ttl"]
         self._metrics = metrics
         self.channel = Channel(sock, ENDED)
         self.calls = CallLog(group)
         self.frozen = False
         self._backend = backend
-        self._last_use = time.monotonic()
+        self._last_use: float = min(time.monotonic(), record["expires"] - self.ttl)
         self._acknowledged: list[str] = []
         self._askers = 0
         self._turning = anyio.Lock()
-        self._clocks: set[anyio.CancelScope] = set()
+        self._clocks: dict[anyio.CancelScope, float] = {}
 
     def touch(self) -> None:
         """Renew the lease."""
@@ -90,8 +107,23 @@ class Session:
     @property
     def expired(self) -> bool:
         """Whether nobody used it for `ttl` seconds."""
-        ttl: float = self.record["ttl"]
-        return self.idle_seconds > ttl
+        return self.idle_seconds > self.ttl
+
+    @property
+    def last_use(self) -> float:
+        """When it was used last, by the monotonic clock."""
+        return self._last_use
+
+    async def stats(self) -> SandboxStats:
+        """What it uses now; does not thaw it."""
+        return replace(await self._backend.stats(self.sandbox), frozen=self.frozen)
+
+    async def note_use(self) -> None:
+        """Write down how long the lease lasts now, when that has changed enough."""
+        expires = lease_end(self._last_use, self.ttl)
+        if expires - self.record["expires"] >= lease_slack(self.ttl):
+            self.record["expires"] = expires
+            await self._backend.note(self.sandbox, self.record)
 
     def acknowledge(self, key: str) -> None:
         """The client has the answer of this call; the init is told with the next request."""
@@ -109,11 +141,19 @@ class Session:
     async def _freeze(self) -> None:
         if not self.frozen:
             self.frozen = True
+            now = anyio.current_time()
+            for scope in self._clocks:
+                self._clocks[scope], scope.deadline = scope.deadline - now, math.inf
             try:
                 await self._backend.freeze(self.sandbox)
             except SandboxError:
-                self.frozen = False
+                self._thawed()
                 raise
+
+    def _thawed(self) -> None:
+        self.frozen, now = False, anyio.current_time()
+        for scope, left in self._clocks.items():
+            scope.deadline = now + left
 
     async def freeze_when_idle(self) -> bool:
         """`freeze` unless something is being asked of it right now."""
@@ -128,7 +168,7 @@ class Session:
         async with self._turning:
             if self.frozen:
                 await self._backend.thaw(self.sandbox)
-                self.frozen = False
+                self._thawed()
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
@@ -162,7 +202,7 @@ class Session:
             finally:
                 with anyio.CancelScope(shield=True):
                     await self._backend.thaw(self.sandbox)
-                    self.frozen = False
+                    self._thawed()
 
     async def ask(
         self,
@@ -192,10 +232,20 @@ class Session:
         """`ask` without waiting for a turn."""
         if self._acknowledged:
             wanted["acks"], self._acknowledged = self._acknowledged, []
-        frame = await self.channel.request(wanted, payload, fds, timeout=timeout)
+        frame = await self._request(wanted, payload, fds, timeout)
         if (error := frame.header.get("error")) is not None:
             raise _refusal(error)
         return frame
+
+    async def _request(self, header: dict[str, Any], payload: bytes, fds: tuple[int, ...], timeout: float) -> Frame:
+        """A request whose clock stands still while the sandbox is frozen."""
+        with anyio.CancelScope(deadline=anyio.current_time() + timeout) as scope:
+            self._clocks[scope] = timeout
+            try:
+                return await self.channel.request(header, payload, fds, timeout=None)
+            finally:
+                del self._clocks[scope]
+        raise SandboxLost(f"no answer to {header['op']!r} within {timeout} s")
 
     async def begin(self, env: dict[str, str], state: bytes = b"", overrides: Mapping[str, str] | None = None) -> None:
         """Let the init start its shell; with another session's state, in that and with variables on top."""
@@ -216,8 +266,8 @@ class Session:
         former.close("the sandbox was rolled back")
 
     async def status(self) -> dict[str, Any]:
-        """Whether the init was begun, and what moves inside: `begun`, `running`, `processes`."""
-        return (await self.ask("status")).header
+        """Whether the init was begun, and what moves inside: `begun`, `running`, `processes`. Not when frozen."""
+        return (await self.channel.request({"op": "status"})).header
 
     async def follow(self, key: str) -> Result:
         """What a call that an earlier node made came or comes to. SandboxProtocolError when none is known."""
@@ -228,9 +278,9 @@ class Session:
         header = {**parameters.model_dump(), "key": key}
         return self._ended(await self.ask("exec", header, command, timeout=parameters.timeout + END_GRACE))
 
-    async def poll(self, key: str, soft_timeout: float | None, typed: bytes = b"") -> Result:
+    async def poll(self, key: str, parameters: PollParameters, typed: bytes = b"") -> Result:
         """Wait for the running command, once `typed` is on its terminal."""
-        op, header = "input" if typed else "poll", {"soft_timeout": soft_timeout, "key": key}
+        op, header = "input" if typed else "poll", {**parameters.model_dump(), "key": key}
         return self._ended(await self.ask(op, header, typed, timeout=LONGEST))
 
     async def interrupt(self, key: str) -> Result:

@@ -16,16 +16,18 @@ import anyio
 
 from skyenv.core import Sandbox, SandboxProvider
 from skyenv.errors import ConfigError, EnvError, SandboxConflict, SandboxLost, SandboxPathError, SkyEnvError
+from skyenv.testing.forks import FORKS
 
 Check = Callable[[Sandbox, str], Awaitable[None]]
 CHECK_TIMEOUT = 60.0
 CHECKS_AT_A_TIME = 4
 
 
-async def check_sandbox(provider: SandboxProvider, *, isolated: bool = True) -> None:
+async def check_sandbox(provider: SandboxProvider, *, isolated: bool = True, snapshots: bool = True) -> None:
     """Run every check. ExceptionGroup of AssertionErrors naming what failed.
 
-    `isolated=False` leaves out what only a private machine can promise: snapshots, no network, a root of its own.
+    `isolated=False` leaves out what only a private machine can promise: snapshots, no network, a root of its own;
+    `snapshots=False` leaves out snapshots, forks and rollbacks.
     """
     failures: list[AssertionError] = []
     limiter = anyio.CapacityLimiter(CHECKS_AT_A_TIME)
@@ -41,7 +43,7 @@ async def check_sandbox(provider: SandboxProvider, *, isolated: bool = True) -> 
             failures.append(failure)
 
     async with anyio.create_task_group() as group:
-        for check in (*COMMON, *(ISOLATED if isolated else ())):
+        for check in (*COMMON, *(ISOLATED if isolated else ()), *(FORKS if isolated and snapshots else ())):
             group.start_soon(attempt, _name(check), partial(_in_a_sandbox, provider, check))
         for plain in (_a_closed_sandbox_is_lost, _unknown_keys_are_refused):
             group.start_soon(attempt, _name(plain), partial(plain, provider))
@@ -315,21 +317,6 @@ async def _privileges_are_few(box: Sandbox, _home: str) -> None:
     _expect(result.output.startswith("NoNewPrivs:\t1\n") and "-" not in result.output[14:40], result)
 
 
-async def _twins_start_with_the_same_files(box: Sandbox, home: str) -> None:
-    await box.exec(
-        "mkdir -p repo/src; echo 1 > repo/src/a; chmod 700 repo/src/a; rm -rf /srv; echo etc > /etc/new; echo t >/tmp/t"
-    )
-    async with box.fork() as twin:
-        result = await twin.exec("cat repo/src/a /etc/new /tmp/t; stat -c %a repo/src/a; ls -d /srv 2>/dev/null; pwd")
-        _expect(result.output == f"1\netc\nt\n700\n{home}\n", result)
-        await twin.exec("mv repo/src repo/lib && echo 2 > repo/lib/a && rm /etc/new")
-        async with twin.fork() as third:
-            result = await third.exec("ls repo; cat repo/lib/a; ls /etc/new 2>/dev/null")
-            _expect(result.output == "lib\n2\n", result)
-    result = await box.exec("cat repo/src/a /etc/new")
-    _expect(result.output == "1\netc\n", f"the twin changed the original: {result}")
-
-
 async def _a_closed_sandbox_is_lost(provider: SandboxProvider) -> None:
     async with provider.sandbox() as box:
         pass
@@ -373,5 +360,4 @@ ISOLATED: tuple[Check, ...] = (
     _sandboxes_have_a_root_of_their_own,
     _only_loopback_exists,
     _privileges_are_few,
-    _twins_start_with_the_same_files,
 )

@@ -49,8 +49,8 @@ def test_validate_says_which_task_is_unsound_and_why(tmp_path: Path) -> None:
     result = run("tasks", "validate", str(path), "--json")
     report = json.loads(result.stdout.splitlines()[-1])
     assert result.returncode == 1
-    assert (report["tasks"], report["ok"]) == (1, 0)
-    assert any("test_one" in problem for problem in report["records"][0]["problems"])
+    assert (report["tasks"], report["admitted"], report["refused"]) == (1, 0, 1)
+    assert any("test_one" in problem for problem in report["problems"]["nothing-to-fix"])
 
 
 @pytest.mark.parametrize(

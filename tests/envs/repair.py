@@ -8,7 +8,8 @@ from typing import Any
 from skyenv.core import SandboxProvider
 from skyenv.envs.swe.environment import Environments, start_repository
 from skyenv.envs.swe.grading import grade_work_tree, read_agent
-from skyenv.envs.swe.tasks import SweTask, parse_task
+from skyenv.envs.swe.rows import parse_task
+from skyenv.envs.swe.tasks import SweTask
 
 FIX = "sed -i 's/a - b/a + b/' calc.py\n"
 

@@ -15,7 +15,7 @@ from skyenv.core import SandboxProvider
 from skyenv.envs.swe.env import SWEEnv
 from skyenv.envs.swe.environment import Environments, start_repository
 from skyenv.envs.swe.grading import grade_patch
-from skyenv.envs.swe.tasks import parse_task
+from skyenv.envs.swe.rows import parse_task
 from skyenv.envs.swe.validation import validate_task
 from skyenv.errors import ConfigError, EnvError, ResetNeeded
 from skyenv.testing.env import check_env

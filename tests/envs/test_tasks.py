@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from envs.repair import row
+from skyenv.envs.swe.loading import load_tasks
+from skyenv.envs.swe.rows import parse_task
 from skyenv.envs.swe.sources import DirectorySource
-from skyenv.envs.swe.tasks import Environment, Fix, PatchFile, PatchText, SourceFiles, load_tasks, parse_task
+from skyenv.envs.swe.tasks import Environment, Fix, PatchFile, PatchText, SourceFiles
 from skyenv.errors import ConfigError
 
 
@@ -147,7 +149,7 @@ def test_wrong_sets(tmp_path: Path) -> None:
     for name, text, message in (
         ("a.yaml", "a: [", "not valid YAML"),
         ("a.json", "{", "not valid JSON"),
-        ("a.jsonl", "{}\n{", "line 2"),
+        ("a.jsonl", "\n{", "line 2"),
         ("b.json", "{}", "must be a list"),
         ("c.json", "[5]", "row 1: must be a mapping"),
     ):

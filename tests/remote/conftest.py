@@ -62,3 +62,10 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> str:
 def docker_url(engine: str) -> Iterator[str]:
     with served(SERVE_DOCKER, DEBIAN) as (_process, url):
         yield url
+
+
+@pytest.fixture(scope="session", params=["local", pytest.param("docker", marks=pytest.mark.docker)])
+def url(request: pytest.FixtureRequest) -> str:
+    """A node of each backend that has sandboxes of its own, reached over a socket."""
+    found: str = request.getfixturevalue(f"{request.param}_url")
+    return found

@@ -8,12 +8,29 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
+# Arguments: the backend and, if wanted, a state directory and a port.
 SERVE = """
 import sys
+from pathlib import Path
 from skyenv.remote.listen import Listening
 from skyenv.remote.serve import ServeOptions, serve
-options = ServeOptions(Listening(port=0), token="secret", backend=sys.argv[1])
+backend, state, port = [*sys.argv[1:], *("", "", "0")[len(sys.argv) - 1:]]
+state = Path(state) if state else None
+options = ServeOptions(Listening(port=int(port)), token="secret", backend=backend, state=state)
 serve(options, on_ready=lambda url: print(url, flush=True))
+"""
+# Arguments: a state directory, and for how long its sandboxes wait for another server.
+SERVE_PATIENT = """
+import socket, sys, uvicorn
+from pathlib import Path
+from skyenv.remote.backends.launching import Home
+from skyenv.remote.backends.local import LocalBackend
+from skyenv.remote.node import create_app
+listener = socket.create_server(("127.0.0.1", 0))
+print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
+backend = LocalBackend(home=Home(Path(sys.argv[1]), float(sys.argv[2])))
+config = uvicorn.Config(create_app(backend, token="secret"), log_config=None)
+uvicorn.Server(config).run([listener])
 """
 # The launcher gives up root for the user nobody, so everything after that happens as on a machine without sudo.
 SERVE_ROOTLESS = """

@@ -16,8 +16,8 @@ from skyenv.remote.client import connect
 MiB = 1 << 20
 
 
-async def test_names_that_are_not_text(local_url: str) -> None:
-    async with connect(local_url, "secret") as client, client.sandbox() as box:
+async def test_names_that_are_not_text(url: str) -> None:
+    async with connect(url, "secret") as client, client.sandbox() as box:
         path = "/root/n\n\udcff &?#%41\\'\"ü"
         await box.write_file(path, b"\r\n\xff")
         assert await box.read_file(path) == b"\r\n\xff"
@@ -30,11 +30,11 @@ async def test_names_that_are_not_text(local_url: str) -> None:
         assert caught.value.errno == 2
 
 
-async def test_links_stay_inside(local_url: str, tmp_path: Path) -> None:
+async def test_links_stay_inside(url: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of the host")
     os.chmod(tmp_path, 0o755)
-    async with connect(local_url, "secret") as client, client.sandbox() as box:
+    async with connect(url, "secret") as client, client.sandbox() as box:
         await box.exec(
             f"ln -s {secret} a; ln -s /proc/1/root{secret} b; ln -s ../../../../../../../..{secret} c; ln -s / d"
         )
@@ -68,30 +68,13 @@ async def test_the_host_is_not_visible(local_url: str) -> None:
         del os.environ["SKYENV_TEST_SECRET"]
 
 
-async def test_two_sandboxes_do_not_see_each_other(local_url: str) -> None:
-    async with connect(local_url, "secret") as client, client.sandbox() as one, client.sandbox() as two:
+async def test_two_sandboxes_do_not_see_each_other(url: str) -> None:
+    async with connect(url, "secret") as client, client.sandbox() as one, client.sandbox() as two:
         await one.exec("touch /tmp/of-one /dev/shm/of-one; exec -a of-one sleep 60 & python3 -m http.server 8000 &")
         result = await two.exec("find / -name of-one 2>/dev/null; ps -eo args; ls /dev/shm")
         assert "of-one" not in result.output
         reach = await two.exec("python3 -c \"import socket; socket.create_connection(('127.0.0.1', 8000), 1)\"")
         assert "refused" in reach.output
-
-
-async def test_out_of_memory_is_a_typed_result_of_one_sandbox(local_url: str) -> None:
-    eater = "python3 -c 'x = bytearray(300 << 20)'"
-    async with connect(local_url, "secret") as client:
-        assert (await client.health())["limits"]["memory"].startswith("cgroup")
-        async with client.sandbox(memory_bytes=100 * MiB) as box, client.sandbox() as other:
-            result = await box.exec(f"{eater}; echo rc $?", timeout=30)
-            assert result.oom
-            assert "rc 137" in result.output
-            alive = await box.exec("echo alive", timeout=5)
-            assert (alive.output, alive.oom) == ("alive\n", False)
-            inside = await box.exec("x=$(head -c 300M /dev/zero | tr '\\0' x); echo survived", timeout=30)
-            assert inside.oom
-            assert inside.session_restarted
-            fine = await other.exec(f"{eater}; echo rc $?", timeout=30)
-            assert (fine.output, fine.oom) == ("rc 0\n", False)
 
 
 async def test_process_and_disk_limits(local_url: str) -> None:
@@ -109,12 +92,6 @@ async def test_process_and_disk_limits(local_url: str) -> None:
                 await box.write_file("/root/more", b"x" * MiB)
             assert caught.value.errno == 28
             assert (await box.exec("rm f*; echo alive > again; cat again")).output == "alive\n"
-
-
-async def test_processors_are_told_truly(local_url: str) -> None:
-    asked = "import os; print(os.cpu_count(), len(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'])"
-    async with connect(local_url, "secret") as client, client.sandbox(cpus=1) as box:
-        assert (await box.exec(f'nproc; python3 -c "{asked}"')).output == "1\n1 1 1\n"
 
 
 @pytest.mark.parametrize(
@@ -139,16 +116,6 @@ async def test_a_wrong_spec_names_the_field(local_url: str, spec: dict[str, obje
                 pass
 
 
-async def test_a_large_environment(local_url: str) -> None:
-    env = {"BIG": "b" * 120_000, **{f"V{n}": f"{n}'\"\n$x" * 100 for n in range(200)}, "PATH": "/opt/x:/usr/bin:/bin"}
-    async with connect(local_url, "secret") as client, client.sandbox(env=env) as box:
-        for _again in range(2):
-            assert (
-                await box.exec('echo ${#BIG} "$PATH"; env | grep -c "^V[0-9]"')
-            ).output == "120000 /opt/x:/usr/bin:/bin\n200\n"
-            await box.exec("exit 1")
-
-
 async def test_snapshots_outlive_their_sandbox_and_end_when_forgotten(local_url: str) -> None:
     async with connect(local_url, "secret") as client:
         async with client.sandbox() as box:
@@ -168,14 +135,14 @@ async def test_snapshots_outlive_their_sandbox_and_end_when_forgotten(local_url:
                 pass
 
 
-async def test_a_snapshot_is_taken_while_nothing_moves(local_url: str) -> None:
+async def test_a_snapshot_is_taken_while_nothing_moves(url: str) -> None:
     writer = (
         "import itertools, os\nfor n in itertools.count():\n  for f in 'ab':\n"
         "    open('new', 'w').write(str(n)); os.rename('new', f)\n"
     )
-    async with connect(local_url, "secret") as client, client.sandbox() as box:
+    async with connect(url, "secret") as client, client.sandbox() as box:
         await box.write_file("/root/w.py", writer.encode())
-        await box.exec("python3 w.py & sleep 0.2")
+        await box.exec("python3 w.py & until [ -e a ] && [ -e b ]; do sleep 0.05; done")
         async with box.fork(shell=False) as twin:
             result = await twin.exec("cat a; echo; cat b; echo; ps -e | grep -c python")
             first, second, programs = map(int, result.output.split())
@@ -186,29 +153,16 @@ async def test_a_snapshot_is_taken_while_nothing_moves(local_url: str) -> None:
         assert (await box.exec("cat a")).output != before
 
 
-async def test_a_binary_patch_survives_the_way(local_url: str) -> None:
-    commit = "git -c user.name=a -c user.email=a@b commit -qm 1"
-    async with connect(local_url, "secret") as client, client.sandbox() as box:
-        await box.exec(f"git init -q r && cd r && cp /bin/true t && git add . && {commit}")
-        await box.exec("head -c 5000 /dev/urandom > t; printf 'crlf\\r\\nend' > c; git add -A")
-        await box.exec("git diff --cached --binary > /root/p; git reset -q --hard")
-        await box.write_file("/root/q", await box.read_file("/root/p"))
-        result = await box.exec(
-            "git apply --whitespace=nowarn --index /root/q; git diff --cached --binary | cmp - /root/p"
-        )
-        assert (result.exit_code, result.output) == (0, "")
-
-
-async def test_reading_something_endless_is_bounded(local_url: str) -> None:
-    async with connect(local_url, "secret") as client, client.sandbox() as box:
+async def test_reading_something_endless_is_bounded(url: str) -> None:
+    async with connect(url, "secret") as client, client.sandbox() as box:
         await box.exec("truncate -s 10G huge")
         assert await box.read_file("/root/huge", max_bytes=10) == b"\0" * 10
         assert len(await box.read_file("/root/huge", offset=5 << 30, max_bytes=3 * MiB)) == 3 * MiB
         assert len(await box.read_file("/proc/self/status")) > 100
 
 
-async def test_a_killed_file_operation_is_told(local_url: str) -> None:
-    async with connect(local_url, "secret") as client, client.sandbox() as box:
+async def test_a_killed_file_operation_is_told(url: str) -> None:
+    async with connect(url, "secret") as client, client.sandbox() as box:
         await box.exec("truncate -s 3G huge; (sleep 0.3; kill -9 -1) & true")
         with anyio.fail_after(20), pytest.raises(SandboxError, match="killed"):
             await box.read_file("/root/huge")

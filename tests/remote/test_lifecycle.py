@@ -18,6 +18,7 @@ from node_processes import SERVE, served
 from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable
 from skyenv.remote.backends import launching
 from skyenv.remote.client import SandboxClient, connect
+from skyenv.remote.sending import Sender
 
 
 def children(pid: int) -> list[int]:
@@ -211,31 +212,6 @@ async def test_a_held_lease_is_renewed(local_url: str) -> None:
         assert (await box.exec("echo alive")).output == "alive\n"
 
 
-async def test_the_same_key_never_runs_twice(local_url: str) -> None:
-    headers = {"authorization": "Bearer secret"}
-    async with connect(local_url, "secret") as client, client.sandbox() as box:
-        async with httpx.AsyncClient(base_url=local_url, headers=headers, timeout=30) as http:
-            path = f"/sandboxes/{box.name}/exec?wait=0.05"
-            answers: list[int] = []
-
-            async def submit() -> None:
-                sent = await http.post(
-                    path, content="echo x >> log; sleep 0.5; cat log", headers={"idempotency-key": "one"}
-                )
-                answers.append(sent.status_code)
-
-            async with anyio.create_task_group() as group:
-                for _copy in range(4):
-                    group.start_soon(submit)
-            assert answers == [202] * 4
-            results = [await http.get(f"/sandboxes/{box.name}/calls/one") for _again in range(2)]
-            assert [(r.status_code, r.content) for r in results] == [(200, b"x\n")] * 2
-            await box.exec("true")
-            again = await http.post(path, content="echo other", headers={"idempotency-key": "one"})
-            assert again.content == b"x\n"
-            assert (await http.get(f"/sandboxes/{box.name}/calls/two")).status_code == 400
-
-
 async def test_creating_twice_under_one_name_makes_one_sandbox(local_url: str) -> None:
     headers = {"authorization": "Bearer secret", "idempotency-key": "c"}
     name = "b" * 32
@@ -351,7 +327,7 @@ async def test_a_full_node_says_when_to_come_back(local_url: str) -> None:
                 answer = await http.put(f"/sandboxes/{name}", content="{}", headers={"idempotency-key": name})
                 assert answer.status_code == status
             assert float(answer.headers["retry-after"]) > 0
-            client = SandboxClient(http)
+            client = SandboxClient(Sender(transport, "http://node", {}))
 
             async def free() -> None:
                 await anyio.sleep(0.3)

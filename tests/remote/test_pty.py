@@ -13,7 +13,7 @@ from skyenv.remote.client import RemoteSandbox, connect
 from skyenv.types import ExecResult
 
 
-@pytest.fixture(params=["local", "rootless"])
+@pytest.fixture(params=["local", "rootless", pytest.param("docker", marks=pytest.mark.docker)])
 def url(request: pytest.FixtureRequest) -> str:
     found: str = request.getfixturevalue(f"{request.param}_url")
     return found

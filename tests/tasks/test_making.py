@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import skyenv
+from skyenv.envs.swe.loading import load_tasks
 from skyenv.envs.swe.making.releases import change_log, changed_code
 from skyenv.envs.swe.sources import TreeFile
-from skyenv.envs.swe.tasks import load_tasks
 from skyenv.envs.swe.validation import validate_task
 from tests.rollout.servers import Server, serving
 

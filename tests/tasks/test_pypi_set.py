@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import skyenv.envs.swe
+from skyenv.envs.swe.loading import load_tasks
 from skyenv.envs.swe.sources import diff_trees, fetch_tree, parse_source, select
-from skyenv.envs.swe.tasks import load_tasks
 
 FILE = Path(skyenv.envs.swe.__file__).parent / "data" / "pypi.yaml"
 ROWS: dict[str, dict[str, Any]] = {row["task_id"]: row for row in yaml.safe_load(FILE.read_text("utf-8"))}

@@ -10,7 +10,7 @@ import pytest
 from sky_trainer.cli import main
 from sky_trainer.evaluated import append_sample, read_samples, write_predictions
 from sky_trainer.scores import interval, pass_at, scores
-from skyenv.envs.swe.tasks import load_tasks
+from skyenv.envs.swe.loading import load_tasks
 from skyenv.types import Failure, StopReason, Trajectory
 
 IDS = [task.task_id for task in load_tasks("builtin")][:4]

@@ -11,11 +11,13 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Self
 
 from skyenv.core import Reward, Sandbox, SandboxProvider
-from skyenv.envs.swe.environment import Environments, start_repository
+from skyenv.envs.swe.environment import Environments, enter_directory, start_repository
 from skyenv.envs.swe.extraction import WorkTree
 from skyenv.envs.swe.grading import grade_work_tree, read_agent
+from skyenv.envs.swe.loading import TaskSet, load_tasks
+from skyenv.envs.swe.machine import grade_machine
 from skyenv.envs.swe.prompts import get_preset, task_messages
-from skyenv.envs.swe.tasks import SweTask, TaskSet, load_tasks
+from skyenv.envs.swe.tasks import SweTask
 from skyenv.envs.tool_env import ToolEnv
 from skyenv.errors import EnvError
 from skyenv.rewards import reward_function
@@ -62,20 +64,33 @@ class SWEEnv(ToolEnv[SweTask]):
         self._left = None
         environments = await self._connect()
         box = await resources.enter_async_context(environments.open(task))
-        await start_repository(box, task.repo_path)
+        if task.whole_machine:
+            await enter_directory(box, task.repo_path)
+        else:
+            await start_repository(box, task.repo_path)
         return box
 
     async def grade(self, task: SweTask, sandbox: Sandbox | None) -> tuple[float | None, dict[str, Any]]:
         """Read what was left, free the agent's sandbox, grade in a clean one."""
         environments = await self._connect()
+        if task.whole_machine:
+            return await self._grade_machine(task, sandbox, environments)
         if self._left is None and sandbox is not None:
             self._left = await read_agent(task, sandbox, environments)
             await self.free()
         if self._left is None:
             raise EnvError("the agent's sandbox is gone and was never read")
         verdict = await grade_work_tree(task, self._left, environments)
-        reward = self._reward(Trajectory(task.task_id, verdict=verdict))
-        return reward, verdict
+        return self._reward(Trajectory(task.task_id, verdict=verdict)), verdict
+
+    async def _grade_machine(
+        self, task: SweTask, sandbox: Sandbox | None, environments: Environments
+    ) -> tuple[float | None, dict[str, Any]]:
+        if sandbox is None:
+            raise EnvError("the agent's sandbox is gone, and its work with it")
+        verdict = await grade_machine(task, sandbox, environments)
+        await self.free()
+        return self._reward(Trajectory(task.task_id, verdict=verdict)), verdict
 
     async def aclose(self) -> None:
         """Free the episode and leave the provider if it was opened here; idempotent."""

@@ -2,13 +2,15 @@
 
 A prepared snapshot is keyed by the environment alone (image, packages, set-up commands and their variables), never by
 the task, and made once however many ask at the same time. Packages are wheels fetched on the host and installed
-without a network. A sandbox then gets the pristine source; `start_repository` makes it the agent's repository with one
-root commit. Nothing but the source ever enters an agent's sandbox: no row, no tests, no ids, no reference.
+without a network. A sandbox then gets the pristine source, unless it lies in the image already, where `images` makes
+it pristine; `start_repository` makes it the agent's repository with one root commit. Nothing but the source ever
+enters an agent's sandbox: no row, no tests, no ids, no reference.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 import shlex
 import tarfile
@@ -25,8 +27,10 @@ import anyio
 from anyio import to_thread
 
 from skyenv.core import Sandbox, SandboxProvider
-from skyenv.envs.swe.sources import Tree, default_cache, fetch_tree, select, tree_to_tar
-from skyenv.envs.swe.tasks import Environment, SweTask
+from skyenv.envs.swe.images import clean_image
+from skyenv.envs.swe.patches import patched_files, read_patch
+from skyenv.envs.swe.sources import ImageSource, Tree, default_cache, fetch_tree, select, tree_to_tar
+from skyenv.envs.swe.tasks import Environment, SourceFiles, SweTask
 from skyenv.envs.swe.wheels import THIS_PYTHON, fetch_wheels
 from skyenv.errors import ConfigError, SandboxError
 
@@ -40,19 +44,27 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TaskFiles:
-    """The pristine source of a task, also packed, and its graded test files."""
+    """The pristine source of a task and its graded test files.
+
+    `archive` is the source packed, empty when it lies in the image; `removed` are paths that the graded tests delete.
+    """
 
     source: Tree
     archive: bytes
     tests: Tree
+    removed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A frozen sandbox with an environment in it and the `PATH` it had; None when there was nothing to prepare."""
+    """A frozen sandbox with an environment in it and the `PATH` it had; None when there was nothing to prepare.
+
+    `trees` are the repository of an image before and after what no agent may see was removed.
+    """
 
     snapshot: str | None = None
     path: str | None = None
+    trees: tuple[Tree, Tree] | None = None
 
     def variables(self, environment: Environment) -> dict[str, str]:
         """What every session gets: the environment's own variables, and its virtual environment activated."""
@@ -97,15 +109,31 @@ class Environments:
         if (found := self._files.get(task)) is not None:
             self._files.move_to_end(task)
             return found
-        source = await fetch_tree(task.source, base=task.base, cache=self.cache)
-        tests = await fetch_tree(task.tests.source, base=task.base, cache=self.cache)
-        if task.tests.paths:
-            tests = select(tests, task.tests.paths)
-        archive = await to_thread.run_sync(tree_to_tar, source)
-        self._files[task] = files = TaskFiles(source, archive, tests)
+        files = await self._files_of(task)
+        self._files[task] = files
         while len(self._files) > _TREES_KEPT:
             self._files.popitem(last=False)
         return files
+
+    async def _files_of(self, task: SweTask) -> TaskFiles:
+        whole: Tree = {}
+        if task.in_image:
+            prepared = await self._prepare(task)
+            whole, source = prepared.trees or ({}, {})
+            archive = b""
+        else:
+            source = await fetch_tree(task.source, base=task.base, cache=self.cache)
+            archive = await to_thread.run_sync(tree_to_tar, source)
+        match task.tests:
+            case SourceFiles(ImageSource(), paths):
+                return TaskFiles(source, archive, select(whole, paths) if paths else whole)
+            case SourceFiles(place, paths):
+                tests = await fetch_tree(place, base=task.base, cache=self.cache)
+                return TaskFiles(source, archive, select(tests, paths) if paths else tests)
+            case patch:
+                data = await read_patch(patch, task)
+                tests, removed = await to_thread.run_sync(patched_files, source, data, f"{task.task_id}: tests")
+                return TaskFiles(source, archive, tests, removed)
 
     @asynccontextmanager
     async def open(self, task: SweTask, **spec: Any) -> AsyncIterator[Sandbox]:
@@ -113,12 +141,19 @@ class Environments:
 
         Raises SandboxError; ConfigError when the set-up of the environment fails.
         """
-        files = await self.files(task)
-        prepared = await self._prepare(task.environment)
+        environment = task.environment
+        archive = b"" if task.whole_machine else (await self.files(task)).archive
+        prepared = await self._prepare(task)
         async with self.provider.sandbox(
-            task.environment.image, snapshot=prepared.snapshot, env=prepared.variables(task.environment), **spec
+            environment.image,
+            snapshot=prepared.snapshot,
+            env=prepared.variables(environment),
+            **{**environment.limits, **spec},
         ) as box:
-            await box.upload(task.repo_path, files.archive)
+            if archive:
+                await box.upload(task.repo_path, archive)
+            if environment.activate:
+                await _run(box, environment.activate, f"environment.activate: {environment.activate!r}")
             yield box
 
     async def aclose(self) -> None:
@@ -128,14 +163,17 @@ class Environments:
             if isinstance(item, _Prepared) and item.snapshot is not None:
                 await self.provider.delete_snapshot(item.snapshot)
 
-    async def _prepare(self, environment: Environment) -> _Prepared:
+    async def _prepare(self, task: SweTask) -> _Prepared:
         """Prepare once; a wrong row fails at once from then on, an infrastructure failure is tried again."""
-        key = environment.key
+        key = task.environment.key
+        if task.in_image:
+            hidden = json.dumps([str(task.source), task.hidden, task.whole_machine, str(task.source_patch)])
+            key = f"{key} {task.repo_path} {hidden}"
         async with self._locks.setdefault(key, anyio.Lock()):
             found = self._prepared.get(key)
             if found is None:
                 try:
-                    found = await self._build(environment)
+                    found = await self._build(task)
                 except ConfigError as error:
                     found = error
                 self._prepared[key] = found
@@ -143,11 +181,14 @@ class Environments:
             raise found
         return found
 
-    async def _build(self, environment: Environment) -> _Prepared:
-        if not environment.packages and not environment.setup:
+    async def _build(self, task: SweTask) -> _Prepared:
+        environment = task.environment
+        in_image = task.in_image and not task.whole_machine
+        if not environment.packages and not environment.setup and not in_image and not task.hidden:
             return _Prepared()
         wheels = await self._wheels(environment)
-        async with self.provider.sandbox(environment.image, env=dict(environment.env)) as box:
+        limits: dict[str, Any] = dict(environment.limits)
+        async with self.provider.sandbox(environment.image, env=dict(environment.env), **limits) as box:
             path = None
             if wheels:
                 await _install(box, environment, wheels)
@@ -155,9 +196,12 @@ class Environments:
                 await box.exec(f'export PATH="{VENV}/bin:$PATH" VIRTUAL_ENV={VENV}')
             for command in environment.setup:
                 await _run(box, command, f"environment.setup: {command!r}")
+            trees = await clean_image(box, task) if in_image else None
+            if task.hidden and not in_image:
+                await _run(box, f"rm -rf -- {' '.join(map(shlex.quote, task.hidden))}", "hidden")
             await box.kill_processes()
             _log.info("prepared an environment with %d packages", len(environment.packages))
-            return _Prepared(await box.snapshot(shell=False), path)
+            return _Prepared(await box.snapshot(shell=False), path, trees)
 
     async def _wheels(self, environment: Environment) -> list[Path]:
         if not environment.packages:
@@ -216,3 +260,11 @@ async def start_repository(box: Sandbox, repo_path: str) -> None:
     result = await box.exec(f"{_GIT_INIT.format(repo=repo)} && cd {repo}", timeout=120.0)
     if result.exit_code:
         raise SandboxError(f"git in the sandbox failed with status {result.exit_code}: {result.output[-400:].strip()}")
+
+
+async def enter_directory(box: Sandbox, path: str) -> None:
+    """Stand in a directory of the machine as it is, making it if it is not there. Raises SandboxError."""
+    place = shlex.quote(path)
+    result = await box.exec(f"mkdir -p {place} && cd {place}")
+    if result.exit_code:
+        raise SandboxError(f"cannot enter {path} in the sandbox: {result.output[-400:].strip()}")

@@ -5,19 +5,19 @@ and has neither configuration, hooks, filters nor attributes; their difference i
 pristine checkout; graded tests are put over it; the runner runs once. Content is bytes and file names are data all the
 way. What the patch cannot touch is decided in `policy`, how tests are observed in `runners`.
 
-Verdict: `{"status", "resolved", "reward", "valid_for_training", "tests", "patch", "dropped_paths", "flags", "seconds",
-"fail_to_pass", "pass_to_pass"}`; `tests` maps each expected id to its outcome, `patch` is text whose bytes are
-`verdict["patch"].encode("utf-8", "surrogateescape")`. Failures of the sandbox are a status, never a reward.
+Verdict: `{"status", "resolved", "reward", "valid_for_training", "resolution", "tests", "patch", "dropped_paths",
+"flags", "seconds", "timings", "digests", "output", "fail_to_pass", "pass_to_pass"}`; `tests` maps each expected id to
+its outcome, `patch` is text whose bytes are `verdict["patch"].encode("utf-8", "surrogateescape")`. Failures of the
+sandbox are a status, never a reward.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from anyio import to_thread
 
@@ -26,55 +26,17 @@ from skyenv.envs.swe.environment import Environments, TaskFiles
 from skyenv.envs.swe.extraction import MAX_CHANGED_BYTES, WorkTree, download_bounded, entries, read_work_tree
 from skyenv.envs.swe.gitstream import two_commits
 from skyenv.envs.swe.policy import Change, Policy, below
-from skyenv.envs.swe.runners import Job, Report, get_runner, parse_events
+from skyenv.envs.swe.runners import Job, get_runner
 from skyenv.envs.swe.sources import Tree, TreeFile, tree_to_tar
 from skyenv.envs.swe.tasks import SweTask
-from skyenv.errors import SandboxError, SandboxPathError
-from skyenv.types import ExecResult
+from skyenv.envs.swe.verdict import Grade, Status, judge
+from skyenv.errors import ConfigError, SandboxError, SandboxPathError
 
-Status = Literal[
-    "resolved", "unresolved", "empty_patch", "patch_apply_failed", "patch_rejected", "patch_too_large", "tampered",
-    "timeout", "oom", "instance_error", "infra_error",
-]  # fmt: skip
-INVALID = frozenset({"instance_error", "infra_error"})
 MAX_PATCH_BYTES = 4 << 20
-MAX_EVENT_BYTES = 16 << 20
-MAX_OUTPUT_BYTES = 64 << 10
 _NOT_APPLIED = 3  # exit status of `_PREPARE`; whatever else goes wrong there is 4
 GIT_SECONDS = 120.0
-_SHOWN_PATHS = 200
+NOT_TESTS = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".xml", ".toml")
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Grade:
-    """A verdict in the making; `output` is what the tests printed, head and tail."""
-
-    task: SweTask
-    status: Status = "unresolved"
-    patch: bytes = b""
-    tests: Mapping[str, str] = field(default_factory=dict)
-    dropped: tuple[str, ...] = ()
-    flags: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    output: str = ""
-
-    def verdict(self) -> dict[str, Any]:
-        """The grade as plain data."""
-        resolved = self.status == "resolved"
-        return {
-            "status": self.status,
-            "resolved": resolved,
-            "reward": float(resolved),
-            "valid_for_training": self.status not in INVALID,
-            "tests": {test: self.tests.get(test, "missing") for test in self.task.expected} if self.tests else {},
-            "patch": self.patch.decode("utf-8", "surrogateescape"),
-            "dropped_paths": list(self.dropped[:_SHOWN_PATHS]),
-            "flags": list(self.flags),
-            "seconds": round(self.seconds, 4),
-            "fail_to_pass": list(self.task.fail_to_pass),
-            "pass_to_pass": list(self.task.pass_to_pass),
-        }
 
 
 async def grade_patch(task: SweTask, patch: bytes, provider: SandboxProvider) -> dict[str, Any]:
@@ -82,7 +44,15 @@ async def grade_patch(task: SweTask, patch: bytes, provider: SandboxProvider) ->
 
     Raises SandboxError when the throw-away sandbox fails, ConfigError and `SourceUnavailable` for the task's files.
     """
-    environments = Environments.of(provider)
+    return (await try_patch(task, patch, Environments.of(provider))).verdict()
+
+
+async def try_patch(task: SweTask, patch: bytes, environments: Environments) -> Grade:
+    """Grade a patch as `grade_patch` does."""
+    if task.whole_machine:
+        raise ConfigError(
+            f"{task.task_id}: is graded on the machine as the agent leaves it; no patch says what that is"
+        )
     started = time.perf_counter()
     grade = Grade(task)
     if not patch.strip():
@@ -96,10 +66,10 @@ async def grade_patch(task: SweTask, patch: bytes, provider: SandboxProvider) ->
                 files = await environments.files(task)
                 tree = await read_work_tree(box, task.repo_path, files.source)
         if failure is None:
-            return await grade_work_tree(task, tree, environments)
+            return await try_work_tree(task, tree, environments)
         grade.status, grade.output = failure
     grade.seconds = time.perf_counter() - started
-    return grade.verdict()
+    return grade
 
 
 async def apply_patch(box: Sandbox, task: SweTask, patch: bytes) -> tuple[Status, str] | None:
@@ -122,6 +92,11 @@ async def read_agent(task: SweTask, box: Sandbox, environments: Environments) ->
 
 async def grade_work_tree(task: SweTask, tree: WorkTree, environments: Environments) -> dict[str, Any]:
     """Grade a work tree. A sandbox that fails is replaced once; after that the status is `infra_error`."""
+    return (await try_work_tree(task, tree, environments)).verdict()
+
+
+async def try_work_tree(task: SweTask, tree: WorkTree, environments: Environments) -> Grade:
+    """Grade a work tree as `grade_work_tree` does."""
     started = time.perf_counter()
     for attempt in (1, 2):
         grade = Grade(task)
@@ -132,16 +107,14 @@ async def grade_work_tree(task: SweTask, tree: WorkTree, environments: Environme
             _log.warning("grading %s, attempt %d: %s: %s", task.task_id, attempt, type(error).__name__, error)
             grade = Grade(task, status="infra_error", flags=[type(error).__name__])
     grade.seconds = time.perf_counter() - started
-    return grade.verdict()
+    return grade
 
 
 async def _grade(grade: Grade, tree: WorkTree, environments: Environments) -> None:
     """From a work tree to a status; the empty patch is judged without running anything."""
     task = grade.task
     files = await environments.files(task)
-    runner = get_runner(task.runner)
-    policy = Policy(files.source, files.tests, runner.modules, _relative_roots(task))
-    selection = policy.select(tree.changes)
+    selection = policy_of(task, files).select(tree.changes)
     grade.dropped = tuple(sorted([*selection.dropped, *tree.specials]))
     grade.flags += [*selection.flags, *(["special_file"] if tree.specials else [])]
     if tree.missing:
@@ -162,7 +135,8 @@ async def _blame(grade: Grade, environments: Environments) -> None:
     control = Grade(grade.task)
     await run_tests(control, (), environments)
     if control.status != "instance_error":
-        grade.status = "tampered" if "runner_did_not_start" in grade.flags else "patch_rejected"
+        by_flag: dict[str, Status] = {"runner_did_not_start": "tampered", "no_test_ran": "unresolved"}
+        grade.status = next((by_flag[flag] for flag in grade.flags if flag in by_flag), "patch_rejected")
 
 
 async def run_tests(grade: Grade, kept: tuple[Change, ...], environments: Environments) -> None:
@@ -172,43 +146,63 @@ async def run_tests(grade: Grade, kept: tuple[Change, ...], environments: Enviro
     """
     task = grade.task
     files = await environments.files(task)
-    if absent := [name for name in _test_files(task) if name not in files.tests and name not in files.source]:
-        grade.status = "instance_error"
-        grade.flags.append(f"no_test_file:{absent[0]}")
-        return
+    runner = get_runner(task.runner)
     job = Job(
         repo_path=task.repo_path,
         private=_private(task),
-        test_files=_test_files(task),
+        test_files=_test_files(task, files),
         import_roots=[task.repo_path, *(f"{task.repo_path}/{root}" for root in _relative_roots(task))],
         isolated=not task.environment.packages and task.environment.image is None,
+        test_command=task.command,
+        parser=task.parser,
+        script=task.script,
     )
+    if absent := [name for name in job.test_files if name not in files.tests and name not in files.source]:
+        grade.status = "instance_error"
+        grade.flags.append(f"no_test_file:{absent[0]}")
+        return
+    started = time.perf_counter()
     async with environments.open(task) as box:
-        private = await to_thread.run_sync(tree_to_tar, _private_files(job, grade, kept, files.tests))
-        await box.upload(job.private, private)
-        prepared = await box.exec(_script(_PREPARE, task, job.private), timeout=GIT_SECONDS)
-        grade.output = prepared.output
-        if prepared.exit_code:
-            grade.status = "patch_apply_failed" if prepared.exit_code == _NOT_APPLIED else "instance_error"
+        opened = time.perf_counter()
+        if not await _prepare(grade, kept, job, files, box):
             return
-        grade.patch = await box.read_file(f"{job.private}/patch", max_bytes=MAX_PATCH_BYTES + 1)
-        if len(grade.patch) > MAX_PATCH_BYTES:
-            grade.status, grade.patch = "patch_too_large", b""
-            return
-        command = f"cd {shlex.quote(task.repo_path)} && {get_runner(task.runner).command(job)}"
-        result = await box.exec(command, timeout=task.timeout, max_output_bytes=MAX_OUTPUT_BYTES)
-        _judge(grade, job, result, await _read_events(box, job))
+        prepared = time.perf_counter()
+        command = f"cd {shlex.quote(task.repo_path)} && {runner.command(job)}"
+        result = await box.exec(command, timeout=task.timeout, max_output_bytes=runner.max_output_bytes)
+        judge(grade, job, result, await runner.report(job, box, result))
+        ended = time.perf_counter()
+        grade.timings = {"start": opened - started, "prepare": prepared - opened, "tests": ended - prepared}
         if grade.status == "resolved" and await tests_changed(box, task, files):
             grade.status = "tampered"
             grade.flags.append("test_files_changed")
 
 
+async def _prepare(grade: Grade, kept: tuple[Change, ...], job: Job, files: TaskFiles, box: Sandbox) -> bool:
+    """Make the patch, apply it and put the graded tests over it; False when that settles the grade."""
+    packed = await to_thread.run_sync(tree_to_tar, _private_files(job, grade, kept, files))
+    await box.upload(job.private, packed)
+    prepared = await box.exec(_script(_PREPARE, grade.task, job.private), timeout=GIT_SECONDS)
+    grade.output = prepared.output
+    if prepared.exit_code:
+        grade.status = "patch_apply_failed" if prepared.exit_code == _NOT_APPLIED else "instance_error"
+        return False
+    grade.patch = await box.read_file(f"{job.private}/patch", max_bytes=MAX_PATCH_BYTES + 1)
+    if len(grade.patch) > MAX_PATCH_BYTES:
+        grade.status, grade.patch = "patch_too_large", b""
+        return False
+    return True
+
+
 async def tests_changed(box: Sandbox, task: SweTask, files: TaskFiles) -> bool:
     """Whether a test file differs from what was put there: code under test may have written to it before its import."""
     await box.kill_processes()
-    policy = Policy(files.source, files.tests, frozenset())
+    policy = policy_of(task, files)
+    loose = policy.allowed.difference(files.tests).union(files.removed)
+    pristine = {path: file for path, file in {**files.source, **files.tests}.items() if path not in loose}
     for root in policy.test_roots():
-        expected = {path: file.data for path, file in {**files.source, **files.tests}.items() if below(path, root)}
+        expected = {path: file.data for path, file in pristine.items() if below(path, root)}
+        if not expected:
+            continue
         try:
             if root in expected:
                 size = len(expected[root])
@@ -224,38 +218,11 @@ async def tests_changed(box: Sandbox, task: SweTask, files: TaskFiles) -> bool:
     return False
 
 
-async def _read_events(box: Sandbox, job: Job) -> Report:
-    try:
-        events = await box.read_file(f"{job.private}/events", max_bytes=MAX_EVENT_BYTES)
-    except SandboxPathError:
-        events = b""
-    return await to_thread.run_sync(parse_events, events, job.nonce)
-
-
-def _judge(grade: Grade, job: Job, result: ExecResult, report: Report) -> None:
-    """The rules, in order: limits first, then whether the runner can be believed, then the tests."""
-    grade.output = result.output
-    grade.tests = {test: outcome for test, outcome in report.outcomes.items() if not job.canary.owns(test)}
-    if result.timed_out:
-        grade.status = "timeout"
-    elif result.oom:
-        grade.status = "oom"
-    elif report.forged:
-        grade.status = "tampered"
-        grade.flags.append("forged_events")
-    elif not report.started:
-        grade.status = "instance_error"
-        grade.flags.append("runner_did_not_start")
-    elif report.exit_status is None or report.exit_status > 1:
-        grade.flags.append("tests_did_not_finish")
-    elif not job.canary.sings(report.outcomes) or report.exit_status != 1:
-        grade.status = "tampered"
-        grade.flags.append("canary")
-    elif result.exit_code != report.exit_status:
-        grade.status = "tampered" if result.exit_code == 0 else "unresolved"
-        grade.flags.append("exit_status")
-    elif all(grade.tests.get(test) == "passed" for test in grade.task.expected):
-        grade.status = "resolved"
+def policy_of(task: SweTask, files: TaskFiles) -> Policy:
+    """What the agent of a task may change."""
+    allowed = frozenset(task.record.allow) if task.record is not None else frozenset()
+    graded = {**files.tests, **dict.fromkeys(files.removed, TreeFile(b""))}
+    return Policy(files.source, graded, get_runner(task.runner).modules, _relative_roots(task), allowed)
 
 
 def _private(task: SweTask) -> str:
@@ -270,20 +237,25 @@ def _relative_roots(task: SweTask) -> tuple[str, ...]:
     return tuple(entry.removeprefix(top) for entry in entries if entry.startswith(top))
 
 
-def _test_files(task: SweTask) -> list[str]:
-    """The files of the expected tests, in the order in which they are first named."""
-    return list(dict.fromkeys(test.split("::")[0] for test in task.expected))
+def _test_files(task: SweTask, files: TaskFiles) -> list[str]:
+    """What to run: what the task says, the files of exact ids in their order, or all graded files that hold tests."""
+    if task.test_files:
+        return list(task.test_files)
+    if not task.parser and all("::" in test for test in task.expected):
+        return list(dict.fromkeys(test.split("::")[0] for test in task.expected))
+    return [path for path in files.tests if not path.lower().endswith(NOT_TESTS)]
 
 
-def _private_files(job: Job, grade: Grade, kept: tuple[Change, ...], tests: Tree) -> Tree:
+def _private_files(job: Job, grade: Grade, kept: tuple[Change, ...], files: TaskFiles) -> Tree:
     runner = get_runner(grade.task.runner)
     ours = {
         **{f"tests/{path}": data for path, data in runner.checkout_files(job).items()},
         **runner.private_files(job),
         "attributes": b"* !text -filter !eol -ident -working-tree-encoding !diff !merge\n",
         "stream": two_commits(kept),
+        "removed": b"".join(os.fsencode(path) + b"\0" for path in files.removed),
     }
-    overlay = {f"tests/{path}": file for path, file in tests.items()}
+    overlay = {f"tests/{path}": file for path, file in files.tests.items()}
     return {**overlay, **{path: TreeFile(data) for path, data in ours.items()}}
 
 
@@ -302,6 +274,7 @@ git diff-tree -r -p --binary --full-index --no-renames --no-ext-diff --no-textco
 refs/heads/old refs/heads/new > "$W/patch" || exit 4
 cd "$R" || exit 4
 [ ! -s "$W/patch" ] || git apply --whitespace=nowarn "$W/patch" || exit 3
+xargs -0 -r rm -rf -- < "$W/removed" && rm "$W/removed" || exit 4
 [ ! -d "$W/tests" ] || cp -RP "$W/tests/." "$R/" && rm -rf "$W/tests" "$W/stream" "$W/git" || exit 4
 """
 

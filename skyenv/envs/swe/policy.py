@@ -20,7 +20,18 @@ from typing import Any
 from skyenv.envs.swe.sources import Tree, TreeFile
 
 CACHE_NAMES = frozenset(
-    {"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", ".tox", ".nox", ".coverage"}
+    {
+        "__pycache__",
+        ".pytest_cache",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".hypothesis",
+        ".tox",
+        ".nox",
+        ".coverage",
+        ".venv",
+        "node_modules",
+    }
 )
 _CACHE_SUFFIXES = (".pyc", ".pyo")
 _TEST_ROOTS = frozenset({"test", "tests", "testing", "unittests"})
@@ -54,13 +65,15 @@ class Selection:
 class Policy:
     """The rules for one task: its pristine files, its graded test files and the modules of its runner.
 
-    `import_roots` are directories of the checkout that stand on the module search path.
+    `import_roots` are directories of the checkout that stand on the module search path; `allowed` are paths that count
+    although they are protected, because the task cannot be solved otherwise; graded test files are not among them.
     """
 
     base: Tree
     tests: Tree
     runner_modules: frozenset[str]
     import_roots: tuple[str, ...] = ()
+    allowed: frozenset[str] = frozenset()
 
     def select(self, changes: Iterable[Change]) -> Selection:
         """Part the changes; flags name the kinds of dropped paths other than caches."""
@@ -90,6 +103,8 @@ class Policy:
             return "unsafe_path"
         if is_cache(path):
             return "cache"
+        if path in self.allowed and path not in self.tests:
+            return None
         if any(below(path, root) or below(root, path) for root in test_roots):
             return "test_file"
         if parts[-1] in _RUNNER_FILES or (parts[-1] in ("pyproject.toml", "setup.cfg") and _changes_runner(change)):

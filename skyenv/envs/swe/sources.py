@@ -43,6 +43,7 @@ __all__ = [
     "EditedSource",
     "FilesSource",
     "GitSource",
+    "ImageSource",
     "PypiSource",
     "Source",
     "Tree",
@@ -120,7 +121,14 @@ class EditedSource:
     remove: tuple[str, ...] = ()
 
 
-Source = DirectorySource | ArchiveSource | PypiSource | GitSource | FilesSource | EditedSource
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """What lies at `path` in the container image of the task's environment; read through a sandbox, not from here."""
+
+    path: str
+
+
+Source = DirectorySource | ArchiveSource | PypiSource | GitSource | FilesSource | EditedSource | ImageSource
 
 
 async def fetch_tree(source: Source, *, base: Path, cache: Path) -> Tree:
@@ -146,6 +154,8 @@ def _fetch(source: Source, base: Path, cache: Path) -> Tree:
             return _read_files(files)
         case EditedSource():
             return _edit(_fetch(source.base, base, cache), source)
+        case ImageSource(path):
+            raise ConfigError(f"image: {path} lies in a container image, which only a sandbox can read")
 
 
 def _edit(tree: Tree, source: EditedSource) -> Tree:
@@ -263,7 +273,8 @@ def parse_source(value: object, where: str) -> Source:
     """Read the `source` of a task row; `where` names file, row and field in every ConfigError.
 
     One key says the kind: `directory: path`, `archive: {path, sha256, strip}`, `pypi: {name, version, sha256, subdir}`,
-    `git: {url, commit}`, `files: {path: text}` or `edited: {base, edits: [{path, at, old, new}], remove: [path]}`.
+    `git: {url, commit}`, `files: {path: text}`, `image: path` or
+    `edited: {base, edits: [{path, at, old, new}], remove: [path]}`.
     """
     kinds: dict[str, Callable[[object, str], Source]] = {
         "directory": _parse_directory,
@@ -272,6 +283,7 @@ def parse_source(value: object, where: str) -> Source:
         "git": _parse_git,
         "files": _parse_files,
         "edited": _parse_edited,
+        "image": _parse_image,
     }
     if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in kinds:
         raise ConfigError(f"{where}: must be a mapping with exactly one of the keys {', '.join(kinds)}")
@@ -325,7 +337,7 @@ def _parse_edited(value: object, where: str) -> EditedSource:
         fields.get("edits", []),
         fields.get("remove", []),
     )
-    if isinstance(base, FilesSource | EditedSource):
+    if isinstance(base, FilesSource | EditedSource | ImageSource):
         raise ConfigError(f"{where}.base: must be a directory, archive, pypi or git source")
     if not isinstance(edits, list) or not isinstance(remove, list) or not all(isinstance(path, str) for path in remove):
         raise ConfigError(f"{where}: edits must be a list of edits, remove a list of paths")
@@ -344,6 +356,12 @@ def _parse_edit(value: object, where: str) -> Edit:
     ):
         raise ConfigError(f"{where}: at must be a byte offset, old and new texts")
     return Edit(_matching(fields, "path", where, _TEXT), at, old.encode(), new.encode())
+
+
+def _parse_image(value: object, where: str) -> ImageSource:
+    if not isinstance(value, str) or not value.startswith("/"):
+        raise ConfigError(f"{where}: must be an absolute path in the container image")
+    return ImageSource(value)
 
 
 _TEXT = (re.compile(r"[^-\0][^\0]*"), "a text that does not start with '-'")

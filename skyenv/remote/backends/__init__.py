@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import socket
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from skyenv.errors import ConfigError
 from skyenv.remote.protocol import CreateRequest
+from skyenv.types import SandboxStats as Stats
+
+__all__ = ["Backend", "Held", "Record", "Stats", "get"]
 
 Record = dict[str, Any]
 
@@ -23,17 +26,6 @@ class Held(NamedTuple):
 
     sandbox: str
     record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a sandbox uses now; None where this machine does not count it. Bytes, seconds, numbers."""
-
-    memory_bytes: int | None = None
-    cpu_seconds: float | None = None
-    pids: int | None = None
-    oom_kills: int | None = None
-    disk_bytes: int | None = None
 
 
 class Backend(Protocol):
@@ -110,25 +102,29 @@ class Backend(Protocol):
         ...
 
 
-def get(name: str, *, image: str | None = None, runtime: str | None = None) -> Backend:
+def get(name: str, *, image: str | None = None, runtime: str | None = None, state: Path | None = None) -> Backend:
     """A backend by name. ConfigError naming the choices.
 
-    `image` is what sandboxes get whose request names none, `runtime` the OCI runtime that starts containers.
+    `image` is what sandboxes get whose request names none, `runtime` the OCI runtime that starts containers. With
+    `state`, a directory, sandboxes outlive a node server that was killed, for the next one that has the same.
     """
+    from skyenv.remote.backends.launching import Home
+
+    home = Home(state) if state is not None else None
     if name == "local":
         from skyenv.remote.backends.local import LocalBackend
 
-        return LocalBackend()
+        return LocalBackend(home=home)
     if name == "process":
         from skyenv.remote.backends.process import ProcessBackend
 
-        return ProcessBackend()
-    if name == "oci":
-        from skyenv.remote.backends.oci import OciBackend
-
-        return OciBackend(image, runtime)
+        return ProcessBackend(home)
     if name == "docker":
         from skyenv.remote.backends.docker import DockerBackend
 
-        return DockerBackend(image, runtime)
+        return DockerBackend(image, runtime, home)
+    if name == "oci":
+        from skyenv.remote.backends.oci import OciBackend
+
+        return OciBackend(image, runtime, home=home)
     raise ConfigError(f"backend {name!r} is unknown; choose 'local', 'oci', 'docker' or 'process' (isolates nothing)")

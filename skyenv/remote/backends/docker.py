@@ -48,8 +48,11 @@ class DockerBackend(launching.LauncherBackend):
 
     name = "docker"
 
-    def __init__(self, image: str | None = None, runtime: str | None = None) -> None:
+    def __init__(
+        self, image: str | None = None, runtime: str | None = None, home: launching.Home | None = None
+    ) -> None:
         self._default = image
+        self._home = home
         self._runtime = runtime
         self._engine: engine.ContainerEngine | None = None
         self._state = Path()
@@ -75,23 +78,35 @@ class DockerBackend(launching.LauncherBackend):
             info = await self._engine.info()
             self._version = str(info.get("ServerVersion"))
             self._images = await self._engine.tags()
-            self._hierarchies = await anyio.to_thread.run_sync(cgroups.find)
-            self._state = await anyio.to_thread.run_sync(launching.make_state, state_bases()[0], None)
-            async with launching.launch(self._shared_config()) as self._launcher, background_tasks() as group:
+            async with (
+                launching.launch(self.name, self._prepare, self._home) as launcher,
+                background_tasks() as group,
+            ):
+                self._recall(launcher)
                 await self._tidy()
                 group.start_soon(self._keep_tidy)
                 yield
             await self._remove_all()
 
-    def _shared_config(self) -> dict[str, Any]:
+    async def _prepare(self) -> dict[str, Any]:
+        base = state_bases(self._home.path if self._home else None)[0]
         return {
             "isolated": True,
-            "state": str(self._state),
+            "state": str(await anyio.to_thread.run_sync(launching.make_state, base, None)),
             "base_uid": None,
             "run_as": None,
             "run_dir": "/run/skyenv",
-            "cgroups": [list(entry) for entry in self._hierarchies],
+            "cgroups": await anyio.to_thread.run_sync(cgroups.find),
         }
+
+    def _recall(self, launcher: launching.Launcher) -> None:
+        """Know what a former node server left: its sandboxes, their images' variables, its snapshots."""
+        self._launcher, self._state = launcher, Path(launcher.config["state"])
+        self._hierarchies = [cgroups.Hierarchy(*each) for each in launcher.config["cgroups"]]
+        self._alive.update(held.sandbox for held in launcher.held)
+        self._environments.update({name: fact for name, fact in launcher.kept.items() if isinstance(fact, dict)})
+        shells = {name: fact for name, fact in launcher.kept.items() if isinstance(fact, str)}
+        self._shells.update({name: shell.encode("latin-1") for name, shell in shells.items()})
 
     @property
     def _open_engine(self) -> engine.ContainerEngine:
@@ -147,6 +162,7 @@ class DockerBackend(launching.LauncherBackend):
                 "home": str((found["Config"] or {}).get("WorkingDir") or "/root"),
                 "target": pid,
                 "sign": identity,
+                "keep": {sandbox: self._environments[sandbox]},
             }
             return await self._running.create(config, record)
         except SkyEnvError:
@@ -205,7 +221,8 @@ class DockerBackend(launching.LauncherBackend):
         """Kill it, container included; the engine removes what is left soon after."""
         await self._running.ask({"op": "destroy", "name": sandbox})
         self._alive.discard(sandbox)
-        self._environments.pop(sandbox, None)
+        if self._environments.pop(sandbox, None) is not None:
+            await self._running.keep({sandbox: None})
         self._untidy.set()
 
     async def snapshot(self, sandbox: str, shell: bytes, *, idle: bool = False) -> str:
@@ -218,6 +235,7 @@ class DockerBackend(launching.LauncherBackend):
         except SkyEnvError:
             del self._shells[name]
             raise
+        await self._running.keep({name: shell.decode("latin-1")})
         return name
 
     def shell_state(self, snapshot: str) -> bytes:
@@ -226,7 +244,8 @@ class DockerBackend(launching.LauncherBackend):
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Untag the image; its layers go once no container needs them."""
-        self._shells.pop(snapshot, None)
+        if self._shells.pop(snapshot, None) is not None:
+            await self._running.keep({snapshot: None})
         await self._open_engine.remove_image(f"{SNAPSHOTS}:{snapshot}")
         self._untidy.set()
 

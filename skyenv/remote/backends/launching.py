@@ -1,7 +1,9 @@
 """The node's side of the launcher process: start it, ask it, end it. Also the state directory and its sweeping.
 
 The launcher removes its state directory itself, however this process ends; a directory whose launcher was killed too
-is swept by the next node (its lock is free then, which is never true of a live one).
+is swept by the next node (its lock is free then, which is never true of a live one). With a `home`, a directory that
+the user names, the launcher survives this process if that does not end in order, and the next one with the same home
+takes over what it holds.
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
+import anyio.abc
 import anyio.to_thread
 
 from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable
 from skyenv.remote.backends import Held, Record, Stats
 from skyenv.remote.channel import Channel
-from skyenv.remote.inside import contain
+from skyenv.remote.inside import contain, doorstep
 from skyenv.remote.inside.cgroups import RECORD, Group, Hierarchy
 from skyenv.remote.inside.wire import Frame
 from skyenv.remote.tasks import background_tasks
@@ -36,6 +39,7 @@ PREFIX = "skyenv-"
 CLOSE_TIMEOUT = 20.0
 GROUPS_TIMEOUT = 2.0
 FREEZE_TIMEOUT = 2.0
+ADOPT_TIMEOUT = 30.0
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -106,11 +110,16 @@ def is_abandoned(lock: Path) -> bool:
 
 
 class Launcher:
-    """A running launcher. Made by `launch`."""
+    """A running launcher, with what it held when it was reached. Made by `launch`.
 
-    def __init__(self, channel: Channel, held: list[Held]) -> None:
+    `kept` is what the backend had it `keep`, `config` what it was started with.
+    """
+
+    def __init__(self, channel: Channel, held: list[Held], kept: dict[str, Any], config: dict[str, Any]) -> None:
         self._channel = channel
         self.held = held
+        self.kept = kept
+        self.config = config
 
     async def ask(
         self, header: dict[str, Any], fds: tuple[int, ...] = (), payload: bytes = b"", *, timeout: float = 60.0
@@ -138,6 +147,10 @@ class Launcher:
             stack.pop_all()
         return ours
 
+    async def keep(self, facts: dict[str, Any]) -> None:
+        """Have the launcher remember facts by key for the next node; a value of None forgets one."""
+        await self.ask({"op": "keep", "keep": facts})
+
     async def attach(self, sandbox: str) -> socket.socket:
         """A fresh socket to the init of a sandbox. SandboxLost when it does not live."""
         ours, theirs = socket.socketpair()
@@ -164,6 +177,13 @@ class Launcher:
         with anyio.CancelScope(shield=True):
             await self.ask({**header, "frozen": False})
         raise SandboxUnavailable(f"the sandbox could not be {'frozen' if frozen else 'thawed'}")
+
+
+class Home(NamedTuple):
+    """A directory of a server and, should that be killed, for how many seconds its sandboxes wait for the next one."""
+
+    path: Path
+    patience: float = 60.0
 
 
 class LauncherBackend:
@@ -211,8 +231,110 @@ async def _last_words(sock: socket.socket) -> str:
 
 
 @contextlib.asynccontextmanager
-async def launch(config: dict[str, Any]) -> AsyncIterator[Launcher]:
-    """Run a launcher for the block; afterwards nothing that it started is left."""
+async def launch(
+    backend: str, prepare: Callable[[], Awaitable[dict[str, Any]]], home: Home | None
+) -> AsyncIterator[Launcher]:
+    """A launcher for the block; after it nothing is left. `prepare` makes the configuration when one is started.
+
+    ConfigError when another server uses `home`, or when what is held there is not ours to take over.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        common = {"backend": backend, "doorstep": None, "patience": 0.0}
+        if home is None:
+            launcher = await _start({**await prepare(), **common}, stack)
+        else:
+            common |= {"doorstep": str(home.path), "patience": home.patience}
+            async with _starting(home.path):
+                adopted = await _adopt(home.path, backend, stack)
+                launcher = adopted or await _start({**await prepare(), **common}, stack)
+        yield launcher
+
+
+@contextlib.asynccontextmanager
+async def _starting(home: Path) -> AsyncIterator[None]:
+    """One server at a time looks for a launcher and starts one."""
+    lock = await anyio.to_thread.run_sync(_open_home, home)
+    try:
+        await anyio.to_thread.run_sync(fcntl.flock, lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _open_home(home: Path) -> int:
+    """The lock of a home, which is made if it is missing. ConfigError when others may enter it."""
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if home.stat().st_mode & 0o077:
+            raise ConfigError(f"state {home}: other users may enter it; chmod 700 it or choose another directory")
+        return os.open(home / "starting", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state {home}: {error.strerror}") from error
+
+
+@contextlib.asynccontextmanager
+async def _serving(channel: Channel) -> AsyncIterator[None]:
+    """Hand out replies for the block, even when it is being cancelled."""
+
+    async def serve() -> None:
+        with anyio.CancelScope(shield=True):
+            await channel.serve()
+
+    async with background_tasks() as group:
+        group.start_soon(serve)
+        try:
+            yield
+        finally:
+            channel.close("the node is closing")
+
+
+@contextlib.asynccontextmanager
+async def _ending(channel: Channel, config: dict[str, Any]) -> AsyncIterator[None]:
+    """Afterwards the launcher is told not to wait for another node, and is gone."""
+    try:
+        yield
+    finally:
+        with anyio.CancelScope(shield=True):
+            if config["doorstep"] is not None:
+                with contextlib.suppress(SandboxLost):
+                    await channel.request({"op": "end"}, timeout=CLOSE_TIMEOUT)
+
+
+async def _adopt(home: Path, backend: str, stack: contextlib.AsyncExitStack) -> Launcher | None:
+    """The launcher that a former server left in `home`, if it still lives."""
+    sock = _knock(home)
+    if sock is None:
+        return None
+    channel = Channel(sock)
+    await stack.enter_async_context(_serving(channel))
+    try:
+        wish = {"op": "adopt", "version": doorstep.VERSION, "backend": backend}
+        answer = (await channel.request(wish, timeout=ADOPT_TIMEOUT)).header
+    except SandboxLost as error:
+        if channel.last_words:
+            raise ConfigError(f"state {home}: {channel.last_words}") from error
+        return None
+    config = answer["config"]
+    stack.push_async_callback(anyio.to_thread.run_sync, _clean_up_after, Path(config["state"]))
+    await stack.enter_async_context(_ending(channel, config))
+    return Launcher(channel, [Held(*each) for each in answer["held"]], answer["kept"], config)
+
+
+def _knock(home: Path) -> socket.socket | None:
+    where = os.open(home, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.connect(f"/proc/self/fd/{where}/{doorstep.NAME}")
+    except (FileNotFoundError, ConnectionRefusedError):
+        sock.close()
+        return None
+    finally:
+        os.close(where)
+    return sock
+
+
+async def _start(config: dict[str, Any], stack: contextlib.AsyncExitStack) -> Launcher:
+    """A new launcher."""
     ours, theirs = socket.socketpair()
     process = await anyio.open_process(
         command("launcher", str(theirs.fileno())),
@@ -225,23 +347,23 @@ async def launch(config: dict[str, Any]) -> AsyncIterator[Launcher]:
     )
     theirs.close()
     channel = Channel(ours)
-    try:
-        if process.stdin is not None:
-            await process.stdin.send(json.dumps(config).encode())
-            await process.stdin.aclose()
-        async with background_tasks() as group:
-            group.start_soon(channel.serve)
-            try:
-                launcher = Launcher(channel, [])
-                await launcher.ask({"op": "ping"})
-                yield launcher
-            finally:
-                channel.close("the node is closing")
-    finally:
-        with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(CLOSE_TIMEOUT) as scope:
-                await process.wait()
-            if scope.cancelled_caught:
-                process.kill()
-                await process.wait()
-            await anyio.to_thread.run_sync(_clean_up_after, Path(config["state"]))
+    stack.push_async_callback(_bury, process, Path(config["state"]))
+    await stack.enter_async_context(_serving(channel))
+    await stack.enter_async_context(_ending(channel, config))
+    if process.stdin is not None:
+        await process.stdin.send(json.dumps(config).encode())
+        await process.stdin.aclose()
+    launcher = Launcher(channel, [], {}, config)
+    await launcher.ask({"op": "ping"})
+    return launcher
+
+
+async def _bury(process: anyio.abc.Process, state: Path) -> None:
+    """The launcher ends by itself and takes everything along; one that does not is killed."""
+    with anyio.CancelScope(shield=True):
+        with anyio.move_on_after(CLOSE_TIMEOUT) as scope:
+            await process.wait()
+        if scope.cancelled_caught:
+            process.kill()
+            await process.wait()
+        await anyio.to_thread.run_sync(_clean_up_after, state)

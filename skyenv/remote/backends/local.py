@@ -63,12 +63,17 @@ def spec_config(spec: Spec) -> dict[str, Any]:
 
 
 class LocalBackend(launching.LauncherBackend):
-    """See the module. `run_as` makes the launcher give up root for this user id first (rootless mode)."""
+    """See the module.
+
+    `run_as` makes the launcher give up root for this user id first (rootless mode). With `home`, sandboxes outlive a
+    node server that was killed, for the next one that has the same.
+    """
 
     name = "local"
 
-    def __init__(self, run_as: int | None = None) -> None:
+    def __init__(self, run_as: int | None = None, home: launching.Home | None = None) -> None:
         self._run_as = run_as
+        self._home = home
         self._probe: Probe | None = None
         self._state = Path()
         self._binds: list[str] = []
@@ -78,18 +83,23 @@ class LocalBackend(launching.LauncherBackend):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Probe the machine and run a launcher. ConfigError with reasons when sandboxes cannot be isolated here."""
-        found = await anyio.to_thread.run_sync(probe, self._run_as)
+        async with launching.launch(self.name, self._prepare, self._home) as launcher:
+            config = launcher.config
+            self._launcher, self._state, self._binds = launcher, Path(config["state"]), config["binds"]
+            self._probe = Probe.restore(config["probe"])
+            await self._find_snapshots()
+            yield
+
+    async def _prepare(self) -> dict[str, Any]:
+        found = await anyio.to_thread.run_sync(probe, self._run_as, self._home.path if self._home else None)
         if found.mode is None:
             raise ConfigError("this machine cannot isolate sandboxes:\n  " + "\n  ".join(found.reasons))
         owner = BASE_UID if found.mode == "root" else self._run_as
-        self._probe, self._binds = found, skeleton.system_binds(owner, mounted_by_root=found.mode == "root")
-        self._state = await anyio.to_thread.run_sync(launching.make_state, found.base, self._run_as)
-        await anyio.to_thread.run_sync(skeleton.build, self._state / "skeleton", self._binds, owner)
-        config = shared_config(self._state, found.mode, found.overlay, self._binds, self._run_as)
-        config["cgroups"] = [list(entry) for entry in found.cgroups]
-        async with launching.launch(config) as self._launcher:
-            await self._find_snapshots()
-            yield
+        binds = skeleton.system_binds(owner, mounted_by_root=found.mode == "root")
+        state = await anyio.to_thread.run_sync(launching.make_state, found.base, self._run_as)
+        await anyio.to_thread.run_sync(skeleton.build, state / "skeleton", binds, owner)
+        config = shared_config(state, found.mode, found.overlay, binds, self._run_as)
+        return {**config, "cgroups": [list(entry) for entry in found.cgroups], "probe": found.save()}
 
     async def _find_snapshots(self) -> None:
         """Those of a former node server with the same state directory."""

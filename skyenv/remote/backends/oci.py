@@ -14,6 +14,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from skyenv.remote.backends.runtimes import Runtime
 from skyenv.remote.channel import Channel
 from skyenv.remote.images.puller import Puller
 from skyenv.remote.images.settings import ImageSettings
-from skyenv.remote.images.store import Image
+from skyenv.remote.images.store import Image, restore
 from skyenv.remote.inside import cgroups
 from skyenv.remote.protocol import CreateRequest, Spec
 from skyenv.remote.tasks import background_tasks
@@ -52,14 +53,17 @@ class OciBackend(LocalBackend):
         image: str | None = None,
         runtime: str | None = None,
         settings: ImageSettings | None = None,
+        *,
         run_as: int | None = None,
+        home: launching.Home | None = None,
     ) -> None:
-        super().__init__(run_as)
+        super().__init__(run_as, home)
         self._default = image
         self._wanted = runtime
         self._settings = settings or ImageSettings()
         self._runtime: Runtime | None = None
         self._rejected: list[str] = []
+        self._untried = False
         self._sleeper = ""
         self._groups = "/"
         self._puller: Puller | None = None
@@ -69,43 +73,60 @@ class OciBackend(LocalBackend):
     async def open(self) -> AsyncIterator[None]:
         """Find a runtime that works here. ConfigError with reasons when there is none."""
         self._sleeper = runtimes.find_sleeper(self.name)
-        found = self._probe = await anyio.to_thread.run_sync(probe, self._run_as)
-        base_uid = BASE_UID if found.mode == "root" else None
-        self._puller = Puller(self._settings, base_uid=base_uid, run_as=self._run_as)
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._choose_runtime(found))
+            launcher = await stack.enter_async_context(self._choose_runtime())
+            base_uid = BASE_UID if self._opened().mode == "root" else None
+            self._puller = Puller(self._settings, base_uid=base_uid, run_as=self._run_as)
             await stack.enter_async_context(self._puller.open())
+            self._used = {name: restore(saved) for name, saved in launcher.kept.items()}
+            for image in self._used.values():
+                await anyio.to_thread.run_sync(self._puller.store.hold, image)
             await self._find_snapshots()
             yield
 
     @asynccontextmanager
-    async def _choose_runtime(self, found: Probe) -> AsyncIterator[None]:
+    async def _choose_runtime(self) -> AsyncIterator[launching.Launcher]:
         """A launcher for the first runtime with which a container can be made, joined and ended here."""
         usable, self._rejected = await anyio.to_thread.run_sync(runtimes.candidates, self._wanted)
         for self._runtime in usable:
-            async with AsyncExitStack() as stack:
-                self._launcher = await stack.enter_async_context(launching.launch(await self._prepare(found)))
+            self._untried = False
+            async with launching.launch(self.name, self._prepare, self._home) as launcher:
+                self._recall(launcher)
                 try:
-                    await self._try_once()
+                    if self._untried:
+                        await self._try_once()
                 except SkyEnvError as error:
-                    self._rejected.append(f"{self._runtime.path}: {error}")
+                    self._rejected.append(f"{self._chosen.path}: {error}")
                     continue
-                yield
+                yield launcher
                 return
         raise ConfigError("no OCI runtime works here; install crun or runc:\n  " + "\n  ".join(self._rejected))
 
-    async def _prepare(self, found: Probe) -> dict[str, Any]:
-        """A state directory and the launcher's configuration for the chosen runtime."""
+    def _recall(self, launcher: launching.Launcher) -> None:
+        """A launcher of a former node goes on with its runtime."""
+        config = launcher.config
+        self._launcher, self._state = launcher, Path(config["state"])
+        self._probe, self._runtime = Probe.restore(config["probe"]), Runtime(**config["oci"]["runtime"])
+        self._groups = config["oci"]["groups"]
+
+    async def _prepare(self) -> dict[str, Any]:
+        """A state directory and a launcher's configuration for the runtime to try."""
+        self._untried = True
+        found = await anyio.to_thread.run_sync(probe, self._run_as, self._home.path if self._home else None)
         if found.mode is None:
             raise ConfigError("this machine cannot isolate sandboxes:\n  " + "\n  ".join(found.reasons))
         owner = BASE_UID if found.mode == "root" else self._run_as
-        self._state = await anyio.to_thread.run_sync(launching.make_state, found.base, self._run_as)
-        await anyio.to_thread.run_sync(_build_base, self._state, owner)
-        config = shared_config(self._state, found.mode, found.overlay, [], self._run_as)
-        hierarchies = [cgroups.Hierarchy(*entry) for entry in found.cgroups]
+        state = await anyio.to_thread.run_sync(launching.make_state, found.base, self._run_as)
+        await anyio.to_thread.run_sync(_build_base, state, owner)
+        groups, hierarchies = "/", [cgroups.Hierarchy(*entry) for entry in found.cgroups]
         if self._chosen.makes_groups and found.mode == "root":
-            self._groups, hierarchies = cgroups.everywhere(hierarchies)
-        return config | {"cgroups": [list(entry) for entry in hierarchies]}
+            groups, hierarchies = cgroups.everywhere(hierarchies)
+        return {
+            **shared_config(state, found.mode, found.overlay, [], self._run_as),
+            "cgroups": [list(entry) for entry in hierarchies],
+            "probe": found.save(),
+            "oci": {"runtime": asdict(self._chosen), "groups": groups},
+        }
 
     @property
     def _chosen(self) -> Runtime:
@@ -164,6 +185,7 @@ class OciBackend(LocalBackend):
         image = await self._image_of(request)
         self._used[sandbox] = image
         own = self._own(sandbox, self._stack(image), request.spec, image.config.workdir or "/root")
+        own["keep"] = {sandbox: asdict(image)}
         return await self._fork(sandbox, request, record, own)
 
     async def _image_of(self, request: CreateRequest) -> Image:
@@ -201,11 +223,12 @@ class OciBackend(LocalBackend):
     async def destroy(self, sandbox: str) -> None:
         """Kill it, container included, and let go of its image."""
         await super().destroy(sandbox)
-        self._let_go(sandbox)
+        await self._let_go(sandbox)
 
-    def _let_go(self, holder: str) -> None:
+    async def _let_go(self, holder: str) -> None:
         image = self._used.pop(holder, None)
         if image is not None:
+            await self._running.keep({holder: None})
             self._images.store.release(image)
 
     async def snapshot(self, sandbox: str, shell: bytes, *, idle: bool = False) -> str:
@@ -218,12 +241,13 @@ class OciBackend(LocalBackend):
             self._images.store.release(image)
             raise
         self._used[name] = image
+        await self._running.keep({name: asdict(image)})
         return name
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Forget it; its layers and image go once no sandbox needs them."""
         await super().delete_snapshot(snapshot)
-        self._let_go(snapshot)
+        await self._let_go(snapshot)
 
 
 def _build_base(state: Path, owner: int | None) -> None:

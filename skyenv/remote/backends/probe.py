@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +47,16 @@ class Probe:
     cgroups: tuple[tuple[int, str, tuple[str, ...]], ...]
     reasons: tuple[str, ...]
 
+    def save(self) -> dict[str, Any]:
+        """As JSON takes it, for `restore`."""
+        return {**asdict(self), "base": str(self.base)}
+
+    @staticmethod
+    def restore(saved: dict[str, Any]) -> Probe:
+        """What `save` saved."""
+        groups = tuple((version, parent, tuple(names)) for version, parent, names in saved["cgroups"])
+        return Probe(**{**saved, "base": Path(saved["base"]), "cgroups": groups, "reasons": tuple(saved["reasons"])})
+
     @property
     def limits(self) -> dict[str, str]:
         """What enforces each limit."""
@@ -62,16 +72,16 @@ def grouped_by(hierarchies: Sequence[tuple[int, str, Sequence[str]]]) -> dict[st
     return {name: where for name, where in found.items() if name != "cpuacct"}
 
 
-def state_bases() -> list[Path]:
-    """Where the state directory may lie, best first; SKYENV_STATE_DIR overrides."""
-    chosen = os.environ.get("SKYENV_STATE_DIR")
+def state_bases(home: Path | None = None) -> list[Path]:
+    """Where the state directory may lie, best first; `home` and then SKYENV_STATE_DIR override."""
+    chosen = home or os.environ.get("SKYENV_STATE_DIR")
     return [Path(chosen)] if chosen else [Path(tempfile.gettempdir()), Path("/dev/shm")]
 
 
-def probe(run_as: int | None = None) -> Probe:
+def probe(run_as: int | None = None, home: Path | None = None) -> Probe:
     """Find the best way in which sandboxes can be isolated here; takes some 50 ms. `run_as` gives up root first."""
     reasons: list[str] = []
-    for mode, overlay, base in _ways(run_as):
+    for mode, overlay, base in _ways(run_as, state_bases(home)):
         answer = _attempt(mode, overlay, base, run_as)
         if answer["error"] is None:
             groups = tuple((version, parent, tuple(names)) for version, parent, names in answer["cgroups"])
@@ -85,11 +95,10 @@ def probe(run_as: int | None = None) -> Probe:
                 reasons.append("no overlay file system: each sandbox starts with a copy of its files")
             return Probe(True, mode, overlay, base, groups, tuple(reasons))
         reasons.append(f"{mode}{'' if overlay else ' without overlay'} in {base}: {_explain(answer['error'])}")
-    return Probe(False, None, False, state_bases()[0], (), tuple(dict.fromkeys(reasons)))
+    return Probe(False, None, False, state_bases(home)[0], (), tuple(dict.fromkeys(reasons)))
 
 
-def _ways(run_as: int | None) -> Iterator[tuple[Mode, bool, Path]]:
-    bases = state_bases()
+def _ways(run_as: int | None, bases: Sequence[Path]) -> Iterator[tuple[Mode, bool, Path]]:
     if os.geteuid() == 0 and run_as is None:
         yield from (("root", True, base) for base in bases)
     yield from (("rootless", True, base) for base in bases)
@@ -108,8 +117,8 @@ def _attempt(mode: Mode, overlay: bool, base: Path, run_as: int | None) -> dict[
         for folder in (state / "skeleton", state / name / "upper"):
             skeleton.build_directories(folder, binds)
         if owner is not None:
-            for folder, _names, _files in os.walk(state):
-                os.chown(folder, owner, owner)
+            for made, _names, _files in os.walk(state):
+                os.chown(made, owner, owner)
         config = shared_config(state, mode, overlay, binds, run_as) | own_config(state, name, overlay)
         result = subprocess.run(
             launching.command("trial"),

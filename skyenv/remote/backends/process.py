@@ -33,7 +33,8 @@ class ProcessBackend(launching.LauncherBackend):
 
     name = "process"
 
-    def __init__(self) -> None:
+    def __init__(self, home: launching.Home | None = None) -> None:
+        self._home = home
         self._state = Path()
         self._hierarchies: list[cgroups.Hierarchy] = []
         self._numbers = itertools.count()
@@ -41,17 +42,20 @@ class ProcessBackend(launching.LauncherBackend):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
         """Run a launcher."""
-        self._hierarchies = await anyio.to_thread.run_sync(cgroups.find)
-        self._state = await anyio.to_thread.run_sync(launching.make_state, state_bases()[0], None)
-        config = {
+        async with launching.launch(self.name, self._prepare, self._home) as launcher:
+            self._launcher, self._state = launcher, Path(launcher.config["state"])
+            self._hierarchies = [cgroups.Hierarchy(*each) for each in launcher.config["cgroups"]]
+            yield
+
+    async def _prepare(self) -> dict[str, Any]:
+        base = state_bases(self._home.path if self._home else None)[0]
+        return {
             "isolated": False,
-            "state": str(self._state),
+            "state": str(await anyio.to_thread.run_sync(launching.make_state, base, None)),
             "base_uid": None,
             "run_as": None,
-            "cgroups": self._hierarchies,
+            "cgroups": await anyio.to_thread.run_sync(cgroups.find),
         }
-        async with launching.launch(config) as self._launcher:
-            yield
 
     def environment(self, sandbox: str) -> dict[str, str]:
         """The search path of this process and the usual defaults, nothing else of this process's environment."""

@@ -41,6 +41,13 @@ class Image:
     config: ImageConfig
 
 
+def restore(saved: dict[str, Any]) -> Image:
+    """The opposite of `dataclasses.asdict`, also after JSON."""
+    config = saved["config"]
+    lists = {key: tuple(config[key]) for key in ("diff_ids", "entrypoint", "command")}
+    return Image(saved["reference"], saved["digest"], tuple(saved["layers"]), ImageConfig(**{**config, **lists}))
+
+
 def layer_id(diff_id: str) -> str:
     """A short name, because an overlay's options must fit in one page; the whole digest is checked beside it."""
     return diff_id.removeprefix("sha256:")[:ID_DIGITS]
@@ -120,9 +127,7 @@ class Store:
             found: dict[str, Any] = json.loads(path.read_bytes())
         except (OSError, ValueError):
             return None
-        config = found["config"]
-        lists = {key: tuple(config[key]) for key in ("diff_ids", "entrypoint", "command")}
-        return Image(found["reference"], found["digest"], tuple(found["layers"]), ImageConfig(**{**config, **lists}))
+        return restore(found)
 
     def images(self) -> list[Image]:
         """All complete ones."""

@@ -192,12 +192,16 @@ class Group(NamedTuple):
                 return hierarchy.version, path
         return None
 
-    def freeze(self, wanted: bool) -> bool | None:
-        """Stop everything inside, or let it go on. False: not all has stopped yet, ask again; None: no freezer."""
-        found = self._having("freezer")
-        if found is None:
-            return None
-        version, path = found
+    @property
+    def freezer(self) -> tuple[int, str] | None:
+        """Version and directory of the group that can be frozen, if there is one."""
+        return self._having("freezer")
+
+    def freeze(self, wanted: bool) -> bool:
+        """Stop everything inside, or let it go on. False: not all has stopped yet (or nothing can be), ask again."""
+        if self.freezer is None:
+            return False
+        version, path = self.freezer
         if version == 2:
             _write(f"{path}/cgroup.freeze", "1" if wanted else "0")
             return f"frozen {int(wanted)}\n" in _read(f"{path}/cgroup.events")

@@ -1,4 +1,4 @@
-"""What the launcher's forked children do: become a sandbox, or work on files and end."""
+"""What the launcher's forked children do: become a sandbox, or remove and copy trees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import contain, enter, init, join, kernel
@@ -77,24 +76,6 @@ def prepare_directories(request: dict[str, Any]) -> None:
     if request["lower"]:
         found = os.stat(request["lower"][0])
         os.chmod(f"{top}/upper", found.st_mode & 0o7777)
-
-
-def start_work(work: Callable[[], None]) -> tuple[int, int]:
-    """Run slow work on files in a child. Its pid, and a pipe that tells "ok" or what went wrong."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            signal.set_wakeup_fd(-1)
-            kernel.close_all_but(writer)
-            work()
-            os.write(writer, b"ok")
-        except OSError as error:
-            os.write(writer, str(error).encode()[:4096])
-        finally:
-            os._exit(0)
-    os.close(writer)
-    return pid, reader
 
 
 def remove_tree(path: str) -> None:

@@ -59,6 +59,8 @@ class Running:
         self.started = self.printed = now
         self.deadline = now + request["timeout"]
         self.soft: float | None = request["soft_timeout"]
+        self.flush: float | None = request["flush"]
+        self.unsent = now  # since when there has been output that was not returned
         self.phase = "run"
         self.phase_until = 0.0
         self.timed_out = False
@@ -67,3 +69,17 @@ class Running:
         self.known: set[int] = set()
         self.reader = self.writer = -1
         self.pid = 0  # of the command's own shell when it has a terminal
+
+    def moments(self) -> list[float]:
+        """When whoever waits is to be told that the command goes on: it fell silent, or its output waited enough."""
+        found = [] if self.soft is None else [self.printed + self.soft]
+        return [*found, self.unsent + self.flush] if self.flush is not None and self.capture.total else found
+
+    def shift(self, seconds: float) -> None:
+        """Everything lies so much later."""
+        self.started += seconds
+        self.printed += seconds
+        self.unsent += seconds
+        self.deadline += seconds
+        self.phase_until += seconds
+        self.next_sweep += seconds

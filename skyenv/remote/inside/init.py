@@ -126,11 +126,13 @@ class Init:
             self.control = Connection(socket.socket(fileno=fds[0]))
         elif word == b"f":
             self._stop()
-            self.lifeline.send(b"f")
-        else:
-            processes.send(self.frozen, signal.SIGCONT)
-            self.frozen.clear()
-            self.lifeline.send(b"t")
+            self.lifeline.send(word)
+        else:  # it was frozen for so many seconds
+            self.shell.shift(float(word[1:]))
+            if word.startswith(b"t"):
+                processes.send(self.frozen, signal.SIGCONT)
+                self.frozen.clear()
+                self.lifeline.send(b"t")
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -220,7 +222,7 @@ class Init:
             _refuse(reply, "broken", f"the sandbox cannot start a command: {error}")
 
     def _poll(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
-        if not self.shell.poll(header["soft_timeout"], reply):
+        if not self.shell.poll(reply, header["soft_timeout"], header["flush"]):
             _refuse(reply, "idle", "no command is running")
 
     def _interrupt(self, reply: Reply, _header: dict[str, Any], _payload: bytes) -> None:
@@ -228,7 +230,7 @@ class Init:
             _refuse(reply, "idle", "no command is running")
 
     def _input(self, reply: Reply, header: dict[str, Any], payload: bytes) -> None:
-        if wrong := self.shell.type(payload, header["soft_timeout"], reply):
+        if wrong := self.shell.type(payload, reply, header["soft_timeout"], header["flush"]):
             _refuse(reply, "idle", wrong)
 
     def _kill(self, reply: Reply, _header: dict[str, Any], _payload: bytes) -> None:

@@ -151,3 +151,12 @@ def hide_and_die_with(parent_death_signal: int) -> None:
     """Make this process unreadable for its own sandbox, and let it end when its parent does."""
     prctl(PR_SET_DUMPABLE, 0)
     prctl(PR_SET_PDEATHSIG, parent_death_signal)
+
+
+def become_user(uid: int | None) -> None:
+    """Give up root for good; None stays who we are."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        prctl(PR_SET_DUMPABLE, 1)

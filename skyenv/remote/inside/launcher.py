@@ -3,7 +3,8 @@
 Started as a script in a session of its own, so that Ctrl-C in the node's terminal does not reach it. It owns the
 state directory, the control groups and, for each sandbox, a lifeline: a socket to its init which ends when the
 launcher does and over which the init is handed a fresh connection to a node. When the node goes away, however that
-happens, the launcher kills what is left, removes everything and ends too.
+happens, the launcher kills what is left, removes everything and ends too; with a `Doorstep` it first waits for another
+node, while each sandbox lives as long as its lease.
 """
 
 from __future__ import annotations
@@ -17,17 +18,22 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from . import children, join, kernel, processes
 from .cgroups import RECORD, Group, Hierarchy
+from .doorstep import Doorstep, objection
 from .stacks import Snapshot, Stacks
 from .wire import Connection, Frame
+from .workers import Workers
 
 RETRY_MS = 20
-ATTACH, FREEZE, THAW = b"a", b"f", b"t"  # what an init is told over its lifeline
+LEASE_MS = 200
+# What an init is told over its lifeline. THAW and SHIFT are followed by the seconds for which it was frozen.
+ATTACH, FREEZE, THAW, SHIFT = b"a", b"f", b"t", b"s"
 
 Asker = tuple[Connection, int]
 
@@ -35,7 +41,7 @@ Asker = tuple[Connection, int]
 class Held:
     """A sandbox: its lifeline, the record that its node keeps with it, and who waits for what."""
 
-    __slots__ = ("anchor", "doomed", "ended", "freezing", "frozen", "lifeline", "pid", "record", "starting")
+    __slots__ = ("anchor", "doomed", "ended", "freezing", "frozen_at", "lifeline", "pid", "record", "starting")
 
     def __init__(self, lifeline: socket.socket, record: dict[str, Any]) -> None:
         self.lifeline = lifeline
@@ -43,7 +49,8 @@ class Held:
         self.pid = 0
         self.anchor: int | None = None
         self.starting: tuple[int, Asker] | None = None
-        self.doomed = self.frozen = False
+        self.doomed = False
+        self.frozen_at: float | None = None
         self.freezing: list[Asker] = []
         self.ended: list[Asker] = []
 
@@ -59,9 +66,11 @@ class Launcher:
         self.held: dict[str, Held] = {}
         self.pids: dict[int, str] = {}
         self.burials: dict[str, tuple[Group, list[Asker]]] = {}
-        self.removers: set[int] = set()
-        self.workers: dict[int, tuple[Callable[[str], None], int]] = {}
-        self.stacks = Stacks(config, self._start_work, self._remove_later)
+        self.kept: dict[str, Any] = {}
+        self.heirs: list[Connection] = []
+        self.ending = False
+        self.workers = Workers()
+        self.stacks = Stacks(config, self.workers.start, self.workers.remove_later)
         self._wake, wake = os.pipe()
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
@@ -71,11 +80,16 @@ class Launcher:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.poller = select.poll()
         self.poller.register(self._wake, select.POLLIN)
+        self.doorstep: Doorstep | None = None
+        if config["doorstep"] is not None:
+            self.doorstep = Doorstep(config["doorstep"], config["patience"], self.poller)
         self.operations: dict[str, Callable[[Asker, dict[str, Any]], None]] = {
             "ping": lambda asker, _header: self._reply(asker),
             "create": self._create,
             "attach": self._attach,
             "note": self._note,
+            "keep": self._keep,
+            "end": self._end,
             "freeze": self._freeze,
             "stats": self._stats,
             "destroy": self._destroy,
@@ -88,21 +102,25 @@ class Launcher:
         }
 
     def run(self) -> None:
-        """Serve until the node hangs up, then bury everything."""
-        while self.node is not None:
+        """Serve until no node is there and none can come, then bury everything."""
+        while not self.ending and (self.node is not None or self._may_come()):
             self._once()
+        if self.doorstep is not None:
+            self.doorstep.close()
         for held in self.held.values():
             self._kill(held)
         while self.held or self.burials:
             self.poller.poll(RETRY_MS)
             self._reap()
             self._bury()
-        for pid in self.workers:
-            os.kill(pid, signal.SIGKILL)
+        self.workers.kill()
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
         children.remove_tree(self.state)
+
+    def _may_come(self) -> bool:
+        return self.doorstep is not None and not self.doorstep.expired
 
     def _once(self) -> None:
         ready = self._wait()
@@ -112,6 +130,8 @@ class Launcher:
             self._serve(self.node)
         for held in [held for held in self.held.values() if held.freezing and held.lifeline.fileno() in ready]:
             self._froze(held)
+        if self.doorstep is not None:
+            self._open_door(self.doorstep, ready)
         self._bury()
         if self.node is not None:
             with contextlib.suppress(OSError):  # the end of its socket tells the rest
@@ -121,7 +141,8 @@ class Launcher:
         if self.node is not None:
             events = select.POLLIN | (select.POLLOUT if self.node.pending else 0)
             self.poller.register(self.node.fileno(), events)
-        return dict(self.poller.poll(RETRY_MS if self.burials else None))
+        patience = LEASE_MS if self.node is None else None
+        return dict(self.poller.poll(RETRY_MS if self.burials or self.heirs else patience))
 
     def _serve(self, node: Connection) -> None:
         try:
@@ -131,6 +152,28 @@ class Launcher:
             self.poller.unregister(node.fileno())
             node.close()
             self.node = None
+            if self.doorstep is not None:
+                self.doorstep.left_at = time.monotonic()
+
+    def _open_door(self, doorstep: Doorstep, ready: dict[int, int]) -> None:
+        """Let a node in once no sandbox is half made, unless one is there; without any, watch over the leases."""
+        for guest, wish in doorstep.wishes(ready):
+            refused = "another server uses it" if self.node or self.heirs else objection(wish, self.config)
+            if refused:
+                guest.queue({"id": 0, "error": refused})
+                guest.flush()
+                guest.close()
+            else:
+                self.heirs.append(guest)
+        if self.heirs and not any(held.starting for held in self.held.values()):
+            self.node = self.heirs.pop()
+            living = [[name, held.record] for name, held in self.held.items() if not held.doomed]
+            self.node.queue({"id": 1, "held": living, "kept": self.kept, "config": self.config})
+        elif self.node is None:
+            now = time.monotonic()
+            for held in self.held.values():
+                if not held.doomed and held.record.get("expires", now) < now:
+                    self._kill(held)
 
     def _handle(self, asker: Asker, frame: Frame) -> None:
         try:
@@ -170,6 +213,7 @@ class Launcher:
             os.close(control)
             os.close(writer)
         self.held[header["name"]], self.pids[held.pid] = held, header["name"]
+        self._remember(header.get("keep", {}))
         if self.config["isolated"]:
             held.starting = (reader, asker)
         else:
@@ -196,6 +240,20 @@ class Launcher:
         self._find(header).record = header["record"]
         self._reply(asker)
 
+    def _keep(self, asker: Asker, header: dict[str, Any]) -> None:
+        """Remember something for the backend of the next node; None forgets it."""
+        self._remember(header["keep"])
+        self._reply(asker)
+
+    def _remember(self, facts: dict[str, Any]) -> None:
+        self.kept.update(facts)
+        for key in [key for key, value in facts.items() if value is None]:
+            del self.kept[key]
+
+    def _end(self, _asker: Asker, _header: dict[str, Any]) -> None:
+        """The node does not want to be followed by another. The answer is the end of this process."""
+        self.ending = True
+
     def _stats(self, asker: Asker, header: dict[str, Any]) -> None:
         self._find(header)
         usage = Group.of(self.hierarchies, header["name"]).usage()
@@ -207,12 +265,15 @@ class Launcher:
     def _freeze(self, asker: Asker, header: dict[str, Any]) -> None:
         """Freeze or thaw, by the freezer if there is one, else through the init. `done` False: ask again."""
         held, wanted = self._find(header), header["frozen"]
-        done = Group.of(self.hierarchies, header["name"]).freeze(wanted)
-        held.frozen = wanted
-        if done is not None:
-            self._reply(asker, {"done": done})
+        group = Group.of(self.hierarchies, header["name"])
+        since, held.frozen_at = held.frozen_at, (held.frozen_at or time.monotonic()) if wanted else None
+        seconds = b"%.3f" % (time.monotonic() - since) if since is not None else b"0"
+        if group.freezer is not None:
+            if since is not None and not wanted:
+                held.lifeline.send(SHIFT + seconds)
+            self._reply(asker, {"done": group.freeze(wanted)})
             return
-        held.lifeline.send(FREEZE if wanted else THAW)
+        held.lifeline.send(FREEZE if wanted else THAW + seconds)
         self.poller.register(held.lifeline.fileno(), select.POLLIN)
         held.freezing.append(asker)
 
@@ -240,7 +301,7 @@ class Launcher:
         held.doomed = True
         if held.starting is None:
             os.kill(held.pid, signal.SIGKILL)
-        if held.frozen:  # version 1 lets nothing frozen die
+        if held.frozen_at is not None:  # version 1 lets nothing frozen die
             Group.of(self.hierarchies, self.pids[held.pid]).freeze(False)
 
     def _snapshot(self, asker: Asker, header: dict[str, Any]) -> None:
@@ -255,11 +316,7 @@ class Launcher:
 
     def _work(self, asker: Asker, work: Callable[[], None]) -> None:
         """Run slow work on files in a child and reply when it is done."""
-        self._start_work(work, partial(self._worked, asker))
-
-    def _start_work(self, work: Callable[[], None], done: Callable[[str], None]) -> None:
-        pid, reader = children.start_work(work)
-        self.workers[pid] = (done, reader)
+        self.workers.start(work, partial(self._worked, asker))
 
     def _worked(self, asker: Asker, answer: str) -> None:
         self._reply(asker, None if answer == "ok" else {"error": answer})
@@ -274,13 +331,8 @@ class Launcher:
                     break
                 if pid in self.pids:
                     self._left(self.pids.pop(pid))
-                elif pid in self.removers:
-                    self.removers.remove(pid)
-                elif pid in self.workers:
-                    done, reader = self.workers.pop(pid)
-                    answer = os.read(reader, 4096).decode(errors="replace")
-                    os.close(reader)
-                    done(answer or "killed")
+                else:
+                    self.workers.reaped(pid)
 
     def _left(self, name: str) -> None:
         """The child that set a sandbox up is gone, and its own child is the init now; or the init is gone."""
@@ -317,44 +369,18 @@ class Launcher:
         if held.anchor is not None:
             join.end(held.anchor)
         self.burials[name] = (Group.of(self.hierarchies, name), held.ended)
-        self._remove_later(f"{self.state}/{name}")
+        self.workers.remove_later(f"{self.state}/{name}")
         self.stacks.release(name)
 
     def _kill_orphans(self) -> None:
         """Without a process namespace, what outlived its init was handed to this process."""
-        processes.kill_all(known={*self.pids, *self.workers, *self.removers})
-
-    def _remove_later(self, path: str) -> None:
-        if not os.path.isdir(path):
-            return
-        trash = f"{path}.gone"
-        with contextlib.suppress(OSError):
-            kernel.unmount(path)
-        os.rename(path, trash)
-        pid = os.fork()
-        if not pid:
-            try:
-                signal.set_wakeup_fd(-1)
-                kernel.close_all_but()
-                children.remove_tree(trash)
-            finally:
-                os._exit(0)
-        self.removers.add(pid)
+        processes.kill_all(known={*self.pids, *self.workers.pids})
 
     def _bury(self) -> None:
         for name in [name for name, (group, _askers) in self.burials.items() if group.remove()]:
             _group, askers = self.burials.pop(name)
             for asker in askers:
                 self._reply(asker)
-
-
-def become_user(uid: int | None) -> None:
-    """Give up root for good; None stays who we are."""
-    if uid is not None:
-        os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 
 def main() -> None:
@@ -365,7 +391,9 @@ def main() -> None:
     kernel.rename_process("skyenv-launcher")
     if config["base_uid"] is not None:
         kernel.leave_mount_namespace()
-    become_user(config["run_as"])
+    if config["doorstep"] is not None:
+        os.chmod(config["doorstep"], 0o700)
+    kernel.become_user(config["run_as"])
     lock = os.open(f"{config['state']}/lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with open(f"{config['state']}/{RECORD}", "w") as file:

@@ -197,7 +197,7 @@ class Shell:
             raise
         return ""
 
-    def type(self, data: bytes, soft_timeout: float | None, reply: Reply) -> str:
+    def type(self, data: bytes, reply: Reply, soft_timeout: float | None = None, flush: float | None = None) -> str:
         """Type into the running command's terminal, then follow it as `poll` does. What is wrong, if it cannot be."""
         running = self.running
         if running is None:
@@ -207,7 +207,7 @@ class Shell:
         done = terminal.write(running.reader, data)
         if done < len(data):
             return f"the program does not read its terminal: {done} of {len(data)} bytes were typed"
-        self.poll(soft_timeout, reply)
+        self.poll(reply, soft_timeout, flush)
         return ""
 
     def _make_room(self) -> None:
@@ -222,14 +222,14 @@ class Shell:
                 else:
                     os.unlink(path)
 
-    def poll(self, soft_timeout: float | None, reply: Reply) -> bool:
+    def poll(self, reply: Reply, soft_timeout: float | None = None, flush: float | None = None) -> bool:
         """Answer `reply` with what the running command comes to; False when there is none."""
         if self.finished is not None:
             finished, self.finished = self.finished, None
             reply(*finished)
         elif self.running is not None:
             self.running.waiters.append(reply)
-            self.running.soft, self.running.printed = soft_timeout, time.monotonic()
+            self.running.soft, self.running.printed, self.running.flush = soft_timeout, time.monotonic(), flush
         else:
             return False
         return True
@@ -238,7 +238,7 @@ class Shell:
         """End the running command and answer with how it went; False when there is none."""
         if self.running is not None and self.running.phase == "run":
             self._end(self.running)
-        return self.poll(None, reply)
+        return self.poll(reply)
 
     def kill(self) -> None:
         """Kill everything inside; the next command finds a fresh shell."""
@@ -292,8 +292,8 @@ class Shell:
         if running is None:
             return None
         moments = [running.deadline if running.phase == "run" else running.next_sweep]
-        if running.soft is not None and running.waiters and running.phase == "run":
-            moments.append(running.printed + running.soft)
+        if running.waiters and running.phase == "run":
+            moments += running.moments()
         return max(0.0, min(moments) - time.monotonic())
 
     def tick(self) -> None:
@@ -305,10 +305,15 @@ class Shell:
             if now >= running.deadline:
                 running.timed_out = True
                 self._end(running)
-            elif running.soft is not None and running.waiters and now >= running.printed + running.soft:
+            elif running.waiters and any(now >= moment for moment in running.moments()):
                 self._answer(running, {"running": True, "exit_code": -1})
         elif now >= running.next_sweep:
             self._sweep(running, now)
+
+    def shift(self, seconds: float) -> None:
+        """Time stood still for so long: it does not count against the running command."""
+        if self.running is not None:
+            self.running.shift(seconds)
 
     def _spared(self) -> tuple[int, ...]:
         """Our own helpers, which no command started."""
@@ -342,8 +347,10 @@ class Shell:
         except OSError:
             chunk = b""  # a terminal that nobody has open any more
         if running is self.running:
-            running.capture.add(chunk)
             running.printed = time.monotonic()
+            if not running.capture.total:
+                running.unsent = running.printed
+            running.capture.add(chunk)
         elif not chunk:
             self._unwatch(running.reader)
             os.close(running.reader)

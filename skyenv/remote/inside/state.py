@@ -98,9 +98,9 @@ _ARRIVE = """if [[ $PWD -ef . ]]; then
   __skyenv_old=${OLDPWD-}; \\builtin cd -- "$PWD"; OLDPWD=$__skyenv_old; \\builtin unset __skyenv_old
 fi
 """
-# `command` is needed where the session has a function called cd.
+# A session may have a function called cd.
 _SETTLE = (
-    '__skyenv_old=${{OLDPWD-}}; \\command cd -- "$PWD" 2>/dev/null || \\command cd -- {folder} || __status=1; '
+    '__skyenv_old=${{OLDPWD-}}; \\{word} cd -- "$PWD" 2>/dev/null || \\{word} cd -- {folder} || __status=1; '
     "OLDPWD=$__skyenv_old; \\unset -v __skyenv_old; \\printf '\\0end\\0' >&9\n"
 )
 _SH_ARRIVE = (
@@ -370,16 +370,18 @@ def _quoted(value: str) -> bytes:
 def settle(shell: Shell) -> None:
     """Let an idle shell go on where it is by name after the root was exchanged below it.
 
-    One that does not go there is replaced, with its exported variables.
+    One that cannot be made to go there is replaced by another one that takes its state over.
     """
-    if not shell.pid:
+    if not shell.pid or not os.path.isdir(shell.cwd):  # nothing can be written in a directory that was removed
         return
     folder = _quoted(shell.cwd).decode(errors="surrogateescape")
-    line = _SETTLE.format(folder=folder).encode(errors="surrogateescape")
-    with contextlib.suppress(OSError):
-        _converse(shell, line)
-        if _place(f"/proc/{shell.pid}/cwd") == _place(shell.cwd):
-            return
+    for word in ("command", "builtin"):
+        line = _SETTLE.format(word=word, folder=folder).encode(errors="surrogateescape")
+        with contextlib.suppress(OSError):
+            _converse(shell, line)
+            if _place(f"/proc/{shell.pid}/cwd") == _place(shell.cwd):
+                return
+    restore(shell, save(shell, False).state, {})
     shell.replace()
 
 

@@ -13,14 +13,14 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from . import cgroups, children, enter, kernel, launcher
+from . import cgroups, children, enter, kernel
 
 
 def main() -> None:
     """Entry point: standard input is a configuration as the launcher gets it, with the fields of a create request."""
     config = json.load(sys.stdin)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
-    launcher.become_user(config["run_as"])
+    kernel.become_user(config["run_as"])
     config["cgroups"] = cgroups.find()
     try:
         children.prepare_directories(config)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import httpx
 
 from skyenv.remote.client import RemoteSandbox, connect
 from skyenv.types import ExecResult
@@ -52,3 +55,16 @@ async def run_all(url: str, runs: list[Run], **options: Any) -> None:
     async with session(url, **options) as box:
         for run in runs:
             check(run, await box.exec(run.command, timeout=run.timeout, **run.options))
+
+
+@asynccontextmanager
+async def raw_sandbox(url: str) -> AsyncIterator[tuple[httpx.AsyncClient, str]]:
+    """A sandbox without our client: requests as they are on the wire, and the path of what was made."""
+    path = f"/sandboxes/{uuid.uuid4().hex}"
+    async with httpx.AsyncClient(base_url=url, headers={"authorization": "Bearer secret"}, timeout=30) as http:
+        made = await http.put(path, content="{}")
+        assert made.status_code == 200, made.text
+        yield http, path
+        alive = await http.post(f"{path}/exec?timeout=2", content="echo alive", headers={"idempotency-key": "alive"})
+        assert alive.content == b"alive\n"
+        await http.delete(path)

@@ -7,10 +7,9 @@ import secrets
 from pathlib import Path
 
 import anyio
-import httpx
 import pytest
 
-from catalogue.sessions import Run, run_all, session
+from catalogue.sessions import Run, raw_sandbox, run_all, session
 from skyenv.remote.client import RemoteSandbox, connect
 
 TREE = "import subprocess,time;subprocess.Popen(['sh','-c','sleep 600; true']);time.sleep(600)"
@@ -134,10 +133,9 @@ async def test_c8_a_server_outlives_the_session_that_started_it(url: str) -> Non
 
 async def test_c13_a_command_takes_longer_than_any_request(url: str) -> None:
     """Each request ends soon and says that the command goes on; the last one has its result."""
-    headers = {"authorization": "Bearer secret", "idempotency-key": "long"}
-    async with session(url) as box, httpx.AsyncClient(base_url=url, headers=headers, timeout=5.0) as http:
-        path, requests = f"/sandboxes/{box.name}", 1
-        answer = await http.post(f"{path}/exec?wait=0.2", content="sleep 1.2; echo done; exit 3")
+    async with raw_sandbox(url) as (http, path):
+        command, requests = "sleep 1.2; echo done; exit 3", 1
+        answer = await http.post(f"{path}/exec?wait=0.2", content=command, headers={"idempotency-key": "long"})
         while answer.status_code == 202:
             answer = await http.get(f"{path}/calls/long?wait=0.2")
             requests += 1

@@ -15,10 +15,12 @@ from typing import Any
 
 from skyenv.core import SandboxProvider
 from skyenv.envs.swe.environment import Environments
-from skyenv.envs.swe.grading import Grade, run_tests
+from skyenv.envs.swe.grading import run_tests
+from skyenv.envs.swe.rows import parse_task
 from skyenv.envs.swe.sources import Tree
-from skyenv.envs.swe.tasks import SweTask, parse_task
+from skyenv.envs.swe.tasks import SweTask
 from skyenv.envs.swe.validation import validate_task
+from skyenv.envs.swe.verdict import Grade
 from skyenv.errors import ConfigError
 
 Row = dict[str, Any]

@@ -1,23 +1,31 @@
 """How one test runner is started and observed: which files it needs, its command, and the events it reports.
 
-A runner reports through a file outside the checkout, one line an event, each with the nonce of this run; nothing is
-read from what tests print. Beside the graded tests it runs a canary: one passing, one failing and one skipping test
-with random names. If those do not come out as they must, or the exit status differs from the reported one, whoever
-wrote the code under test has bent the runner. Code under test shares the process with the runner, so forging aimed at
-known test names cannot be excluded by looking at outcomes; held-out tests are the answer to that.
+Runners of ours report through a file outside the checkout, one line an event, each with the nonce of this run; what
+tests print can only contradict that. Runners of other people are read from their output. Beside the graded tests most
+run a canary: one passing, one failing and one skipping test with random names. If those do not come out as they must,
+or the exit status differs from the reported one, whoever wrote the code under test has bent the runner. Code under
+test shares the process with the runner, so forging aimed at known test names cannot be excluded by looking at
+outcomes; held-out tests are the answer to that.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
+from anyio import to_thread
+
+from skyenv.core import Sandbox
 from skyenv.envs.swe.tasks import RunnerName
+from skyenv.envs.swe.trees import TreeFile
+from skyenv.errors import SandboxPathError
+from skyenv.types import ExecResult
 
 Outcome = Literal["passed", "failed", "error", "skipped", "xfailed", "xpassed", "missing"]
 OUTCOMES = frozenset({"passed", "failed", "error", "skipped", "xfailed", "xpassed"})
+MAX_EVENT_BYTES = 16 << 20
 _SEVERITY = ("passed", "xpassed", "skipped", "xfailed", "failed", "error")
 
 
@@ -29,15 +37,17 @@ class Canary:
     failing: str = field(default_factory=lambda: f"test_{secrets.token_hex(6)}")
     skipping: str = field(default_factory=lambda: f"test_{secrets.token_hex(6)}")
 
-    def sings(self, outcomes: Mapping[str, str]) -> bool:
-        """Whether exactly the three outcomes that must be there are there."""
+    def sings(self, outcomes: Mapping[str, str], *, skips: bool = True) -> bool:
+        """Whether the outcomes that must be there are there; without `skips` the runner knows no skipping."""
         expected = {self.passing: "passed", self.failing: "failed", self.skipping: "skipped"}
-        found = {test_id.rpartition("::")[2]: outcome for test_id, outcome in outcomes.items()}
+        if not skips:
+            del expected[self.skipping]
+        found = {_function(test_id): outcome for test_id, outcome in outcomes.items()}
         return all(found.get(name) == outcome for name, outcome in expected.items())
 
     def owns(self, test_id: str) -> bool:
         """Whether an id is one of the canary's."""
-        return test_id.rpartition("::")[2] in (self.passing, self.failing, self.skipping)
+        return _function(test_id) in (self.passing, self.failing, self.skipping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,8 @@ class Job:
     """One run: the checkout, the private directory beside it, what to run, and the secrets of this run.
 
     `import_roots` are the absolute directories of the checkout on the module search path; `isolated` when nothing but
-    the standard library and the checkout is needed.
+    the standard library and the checkout is needed; `test_command`, `parser` and `script` are the task's, `tests` the
+    graded test files.
     """
 
     repo_path: str
@@ -53,6 +64,10 @@ class Job:
     test_files: Sequence[str]
     import_roots: Sequence[str]
     isolated: bool = False
+    test_command: str = ""
+    parser: str = ""
+    script: Mapping[str, bytes] = field(default_factory=dict)
+    tests: Mapping[str, TreeFile] = field(default_factory=dict)
     nonce: str = field(default_factory=lambda: secrets.token_hex(16))
     canary: Canary = field(default_factory=Canary)
 
@@ -62,13 +77,18 @@ class Report:
     """What a run reported: outcome by test id, the exit status it announced (None: it did not come to its end).
 
     `started` is False when the runner never got to the point of running project code; `forged` when lines without
-    the run's nonce stood among the events.
+    the run's nonce stood among the events. `canary` says whether the canary sang and what was printed agrees with what
+    was reported, None for a runner that has no canary. `reward` is that of a verifier that gives one. `has_events` is
+    False for what was read from output.
     """
 
     outcomes: Mapping[str, str]
     started: bool
     exit_status: int | None
-    forged: bool
+    forged: bool = False
+    canary: bool | None = None
+    reward: float | None = None
+    has_events: bool = False
 
 
 class Runner(Protocol):
@@ -76,6 +96,8 @@ class Runner(Protocol):
 
     modules: frozenset[str]
     """Top-level modules whose place a checkout must not take."""
+    max_output_bytes: int
+    """How much of the output is kept, head and tail."""
 
     def private_files(self, job: Job) -> Mapping[str, bytes]:
         """Files to put below `job.private`, by relative path."""
@@ -86,17 +108,60 @@ class Runner(Protocol):
         ...
 
     def command(self, job: Job) -> str:
-        """Shell command that runs the tests from within the checkout and leaves `events` in `job.private`."""
+        """Shell command that runs the tests from within the checkout."""
+        ...
+
+    async def report(self, job: Job, box: Sandbox, result: ExecResult) -> Report:
+        """What the run came to; it has ended, but what it started may still be running in `box`."""
         ...
 
 
 def get_runner(name: RunnerName) -> Runner:
     """Return the runner of that name."""
+    from skyenv.envs.swe.runners.command import CommandRunner, DjangoRunner, SympyRunner
+    from skyenv.envs.swe.runners.harbor import HarborRunner
     from skyenv.envs.swe.runners.pytest import PytestRunner
+    from skyenv.envs.swe.runners.script import ScriptRunner
     from skyenv.envs.swe.runners.unittest import UnittestRunner
 
-    runners: dict[str, type[PytestRunner] | type[UnittestRunner]] = {"pytest": PytestRunner, "unittest": UnittestRunner}
-    return cast(Runner, runners[name]())
+    runners: Mapping[RunnerName, Callable[[], Runner]] = {
+        "pytest": PytestRunner,
+        "unittest": UnittestRunner,
+        "django": DjangoRunner,
+        "sympy": SympyRunner,
+        "command": CommandRunner,
+        "script": ScriptRunner,
+        "harbor": HarborRunner,
+    }
+    return runners[name]()
+
+
+def worst(one: str, other: str) -> str:
+    """The outcome that counts when a test has two."""
+    return max(one, other, key=_SEVERITY.index)
+
+
+def merge(found: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Outcomes by test id; the worst of each counts."""
+    outcomes: dict[str, str] = {}
+    for test_id, outcome in found:
+        outcomes[test_id] = worst(outcomes[test_id], outcome) if test_id in outcomes else outcome
+    return outcomes
+
+
+async def read_events(job: Job, box: Sandbox) -> Report:
+    """The events that the run left in `job.private`; none when the file is gone."""
+    try:
+        events = await box.read_file(f"{job.private}/events", max_bytes=MAX_EVENT_BYTES)
+    except SandboxPathError:
+        events = b""
+    report = await to_thread.run_sync(parse_events, events, job.nonce)
+    return replace(report, canary=job.canary.sings(report.outcomes), has_events=True)
+
+
+def _function(test_id: str) -> str:
+    """The name of the test function in an id of any runner."""
+    return test_id.rpartition("::")[2].split(" ")[0]
 
 
 def escape(text: str) -> str:
@@ -119,7 +184,7 @@ def parse_events(data: bytes, nonce: str) -> Report:
                 started = True
             case ["test", outcome, test_id] if outcome in OUTCOMES:
                 key = _unescape(test_id)
-                outcomes[key] = max(outcomes.get(key, outcome), outcome, key=_SEVERITY.index)
+                outcomes[key] = worst(outcomes.get(key, outcome), outcome)
             case ["end", status] if exit_status is None and status.isdecimal() and len(status) < 4:
                 exit_status = int(status)
             case _:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from skyenv.envs.swe.runners import Job, escape
+from skyenv.core import Sandbox
+from skyenv.envs.swe.runners import Job, Report, escape, read_events
+from skyenv.types import ExecResult
 
 _DRIVER = (Path(__file__).parent / "inside" / "unittest_driver.py").read_bytes()
 
@@ -18,6 +20,7 @@ class UnittestRunner:
     """Runs whole test files with unittest."""
 
     modules = frozenset({"unittest"})
+    max_output_bytes = 64 << 10
 
     def private_files(self, job: Job) -> Mapping[str, bytes]:
         """Return the driver and its instructions, which it deletes before any code of the checkout is imported."""
@@ -34,3 +37,7 @@ class UnittestRunner:
     def command(self, job: Job) -> str:
         """Run the driver from outside the checkout."""
         return f"python3 {'-ISB' if job.isolated else '-IB'} {job.private}/driver.py"
+
+    async def report(self, job: Job, box: Sandbox, result: ExecResult) -> Report:
+        """What the driver reported."""
+        return await read_events(job, box)
