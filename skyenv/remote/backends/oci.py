@@ -143,7 +143,7 @@ class OciBackend(LocalBackend):
     async def _try_once(self) -> None:
         """Make a container from nothing and have its init answer."""
         name = uuid.uuid4().hex
-        own = self._own(name, [], Spec(), "/") | {"shell_needed": False}
+        own = self._own(name, [], Spec(), "/")
         sock = await self._fork(name, CreateRequest(), {}, own)
         channel = Channel(sock, "the trial ended")
         try:
@@ -209,13 +209,18 @@ class OciBackend(LocalBackend):
         groups = f"{self._groups.rstrip('/')}/{sandbox}" if root and self._chosen.makes_groups else None
         container = runtimes.bundle(
             base_uid=BASE_UID if root else None,
-            sysfs=self._state / "sysfs",
             sleeper=self._sleeper,
             tmpfs_bytes=spec.tmpfs_bytes,
             groups=groups,
         )
-        lower = [*layers, str(self._state / "skeleton")]
-        return {"container": container, "runtime": self._chosen.command(), "lower": lower, "home": home}
+        return {
+            "container": container,
+            "runtime": self._chosen.command(),
+            "lower": [*layers, str(self._state / "skeleton")],
+            "sysfs": str(self._state / "sysfs"),
+            "home": home,
+            "shell_needed": False,
+        }
 
     def _lower(self, sandbox: str) -> list[str]:
         return [*self._stack(self._used[sandbox]), str(self._state / "skeleton")]
@@ -251,8 +256,7 @@ class OciBackend(LocalBackend):
 
 
 def _build_base(state: Path, owner: int | None) -> None:
-    """What every image stands on, and what a sandbox sees as /sys. The runtime passes through `state` as a stranger."""
-    state.chmod(0o711)
+    """What every image stands on, and what a sandbox sees as /sys."""
     base, sysfs = state / "skeleton", state / "sysfs"
     (sysfs / "devices/system/cpu").mkdir(parents=True)
     for name in BASE_DIRECTORIES:

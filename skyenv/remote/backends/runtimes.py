@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,19 @@ from typing import Any
 from skyenv.errors import ConfigError
 
 PREFERRED = ("crun", "runc")
-SLEEPER = "/run/.skyenv-init"
+SLEEPER = "/run/skyenv/init"  # below what the init covers with a file system of its own
 TIMEOUT = 10.0
 USERS = 65536
-_SLEEPER_PLACES = (
+SLEEPER_PLACES = (
     "/usr/libexec/podman/catatonit", "/usr/libexec/catatonit/catatonit", "/usr/lib/podman/catatonit",
 )  # fmt: skip
 _MASKED = ("/proc/kcore", "/proc/keys", "/proc/timer_list", "/proc/sched_debug", "/proc/acpi", "/proc/scsi")
 _READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 
 
-def find_sleeper(backend: str) -> str:
+def find_sleeper(backend: str, places: Sequence[str] = SLEEPER_PLACES) -> str:
     """Where catatonit is, a container's sleeping first process. ConfigError naming the package."""
-    found = shutil.which("catatonit") or next((path for path in _SLEEPER_PLACES if os.access(path, os.X_OK)), None)
+    found = shutil.which("catatonit") or next((path for path in places if os.access(path, os.X_OK)), None)
     if found is None:
         raise ConfigError(
             f"backend {backend!r} needs catatonit, a container's sleeping first process: install catatonit"
@@ -72,9 +73,10 @@ def candidates(chosen: str | None) -> tuple[list[Runtime], list[str]]:
     return found, reasons
 
 
-def bundle(*, base_uid: int | None, sysfs: Path, sleeper: str, tmpfs_bytes: int, groups: str | None) -> dict[str, Any]:
-    """A container's configuration; whoever runs it adds the root. `base_uid` None: we are in a user namespace already.
+def bundle(*, base_uid: int | None, sleeper: str, tmpfs_bytes: int, groups: str | None) -> dict[str, Any]:
+    """A container's configuration; whoever runs it adds the root and what /sys shows.
 
+    `base_uid` is None when we are in a user namespace already.
     Without real privileges nothing of /proc is masked, because the kernel then refuses the init a /proc of its own.
     """
     spaces = ["pid", "network", "ipc", "uts", "mount", *(["user"] if base_uid is not None else [])]
@@ -95,12 +97,12 @@ def bundle(*, base_uid: int | None, sysfs: Path, sleeper: str, tmpfs_bytes: int,
             "noNewPrivileges": True,
             "capabilities": {kind: [] for kind in ("bounding", "effective", "permitted")},
         },
-        "mounts": _mounts(sysfs, sleeper, tmpfs_bytes),
+        "mounts": _mounts(sleeper, tmpfs_bytes),
         "linux": linux,
     }
 
 
-def _mounts(sysfs: Path, sleeper: str, tmpfs_bytes: int) -> list[dict[str, Any]]:
+def _mounts(sleeper: str, tmpfs_bytes: int) -> list[dict[str, Any]]:
     def mount(place: str, kind: str, source: str, *options: str) -> dict[str, Any]:
         return {"destination": place, "type": kind, "source": source, "options": ["nosuid", *options]}
 
@@ -110,7 +112,7 @@ def _mounts(sysfs: Path, sleeper: str, tmpfs_bytes: int) -> list[dict[str, Any]]
         mount("/dev", "tmpfs", "tmpfs", "mode=755", "size=65536"),
         mount("/dev/pts", "devpts", "devpts", "noexec", "newinstance", "ptmxmode=0666", "mode=0620"),
         mount("/dev/shm", "tmpfs", "tmpfs", "nodev", "mode=1777", size),
-        mount("/sys", "bind", str(sysfs), "rbind", "ro", "nodev", "noexec"),
+        mount("/sys", "bind", "", "rbind", "ro", "nodev", "noexec"),
         mount("/run", "tmpfs", "tmpfs", "nodev", "mode=755", size),
         mount("/run/skyenv", "tmpfs", "tmpfs", "nodev", "mode=711", "size=4096"),
         mount(SLEEPER, "bind", sleeper, "bind", "ro", "nodev"),

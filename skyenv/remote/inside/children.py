@@ -69,10 +69,6 @@ def prepare_directories(request: dict[str, Any]) -> None:
     if request["base_uid"] is not None:
         os.chown(f"{top}/upper", request["base_uid"], request["base_uid"])
     os.chmod(f"{top}/upper", 0o755)
-    if "container" in request:
-        os.chmod(top, 0o700)
-        if request["base_uid"] is not None:
-            os.chown(top, request["base_uid"], request["base_uid"])
     if request["lower"]:
         found = os.stat(request["lower"][0])
         os.chmod(f"{top}/upper", found.st_mode & 0o7777)

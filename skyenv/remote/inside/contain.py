@@ -20,6 +20,7 @@ from .processes import send
 
 PID_FILE = "container"
 START_TIMEOUT = 20.0
+_PLACES = ("/mnt", "/media", "/srv", "/opt", "/home", "/var/tmp")
 _HYBRID = "/sys/fs/cgroup/unified"
 _WORDS = 1000
 
@@ -34,8 +35,10 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
         enter.map_single_user()
     kernel.leave_mount_namespace()
     _hide_hybrid_groups()
-    enter.mount_root(config)
-    _write_bundle(config, top)
+    stage = _stage(config)
+    enter.mount_root({**config, "root": f"{stage}/root"})
+    kernel.bind(config["sysfs"], f"{stage}/sys")
+    _write_bundle(config, top, stage)
     _run(config, top)
     joined = {**config, "sign": config["name"], "target": first_process(top)}
     joined["anchor"] = join.anchor_of(joined)
@@ -63,9 +66,27 @@ def _hide_hybrid_groups() -> None:
         kernel.mount("tmpfs", _HYBRID, "tmpfs", kernel.MS_RDONLY, "size=0")
 
 
-def _write_bundle(config: dict[str, Any], top: str) -> None:
+def _stage(config: dict[str, Any]) -> str:
+    """A place for mounts that only this mount namespace sees, and that the sandbox's users can walk to.
+
+    The runtime walks there as the sandbox's root, who may not enter the state directory.
+    """
+    for place in _PLACES:
+        needed = any(path.startswith(place + "/") for path in (config["state"], config["runtime"][0], *config["lower"]))
+        if not needed and os.path.isdir(place) and not os.path.islink(place):
+            enter.mount_tmpfs(place, config["base_uid"] or 0, 0o711, 65536)
+            for name in ("root", "sys"):
+                os.mkdir(f"{place}/{name}")
+            return place
+    raise OSError(f"one of {', '.join(_PLACES)} must be a directory, to mount things on")
+
+
+def _write_bundle(config: dict[str, Any], top: str, stage: str) -> None:
     bundle = config["container"]
-    bundle["root"] = {"path": config["root"], "readonly": False}
+    bundle["root"] = {"path": f"{stage}/root", "readonly": False}
+    for mount in bundle["mounts"]:
+        if mount["destination"] == "/sys":
+            mount["source"] = f"{stage}/sys"
     with open(f"{top}/config.json", "w") as file:
         json.dump(bundle, file)
 

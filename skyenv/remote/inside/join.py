@@ -80,7 +80,7 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
     _mount_own(config)
     _become_root(users)
     enter.give_up_privileges(config)
-    if config.get("shell_needed", True):
+    if config.get("shell_needed", True) or any(os.access(path, os.X_OK) for path in (*config["shells"], "/bin/sh")):
         _check_shell(config["shells"])
     become_init(counter)
 
