@@ -24,7 +24,7 @@ async def density(count: int, busy: float, probes: int, shuffle: random.Random) 
     `live_sandboxes` is how many answered at the end, after the probes; the memory is what they add to the node, its
     launcher and their own processes, each shared page counted once (PSS), and beside it what the machine lost.
     """
-    arguments = ("serve", "--port", "0", "--token", TOKEN, "--backend", "local", "--max-sandboxes", str(count + 8))
+    arguments = ("serve", "--port", "0", "--token", TOKEN, "--backend", "local", "--slots", str(count + 8))
     with server(*arguments) as (url, pid):
         async with skyenv.connect(url, TOKEN) as client:
             return await _fill(client, pid, count, busy, probes, shuffle)

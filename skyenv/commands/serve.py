@@ -6,41 +6,54 @@ import argparse
 from pathlib import Path
 
 from skyenv.commands.output import print_line
-from skyenv.errors import ConfigError
+
+PORT = 8765
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """`skyenv serve`."""
-    serve = commands.add_parser("serve", help="run a sandbox node server until interrupted")
-    serve.add_argument("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
-    serve.add_argument("--port", type=int, default=8765, help="port to bind; 0 picks a free one (default 8765)")
-    serve.add_argument("--token", help="clients must send this token; required for any host but loopback")
-    serve.add_argument("--token-file", type=Path, help="read the token from this file instead")
-    serve.add_argument("--backend", choices=("local", "process"), default="local", help="process isolates nothing")
+    from skyenv.commands.options import add_server_flags
+
+    serve = commands.add_parser(
+        "serve", help="run a sandbox node server until interrupted", argument_default=argparse.SUPPRESS
+    )
+    add_server_flags(serve, PORT)
+    serve.add_argument(
+        "--backend", choices=("local", "oci", "docker", "kubernetes", "process"),
+        help="what sandboxes are made of (default local; process isolates nothing)",
+    )  # fmt: skip
+    serve.add_argument("--runtime", help="program that starts containers: crun, runc, runsc (backends oci, docker)")
     serve.add_argument(
         "--state", type=Path, help="directory of this server: when it is killed, the next one takes its sandboxes over"
     )
-    serve.add_argument("--max-sandboxes", type=int, default=1024, help="how many may live at a time (default 1024)")
-    serve.set_defaults(run=run)
+    serve.add_argument("--slots", type=int, help="sandboxes at a time (default 1024)")
+    serve.add_argument("--queue", type=int, help="creations that may wait for a place (default 1024)")
+    serve.add_argument("--queue-timeout", type=float, help="seconds that one may wait (default 300)")
+    serve.add_argument("--drain-timeout", type=float, help="seconds that SIGTERM leaves to sandboxes (default 0)")
+    serve.add_argument(
+        "--gateway", action="append", dest="gateways", metavar="URL",
+        help="gateway to join (may be repeated); every address behind its name is told",
+    )  # fmt: skip
+    serve.add_argument("--name", help="this node's name at the gateways: lower-case letters, digits and '-'")
+    serve.add_argument("--url", help="where gateways reach this node (default: where it listens)")
+    serve.set_defaults(run=run, parser=serve)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    from skyenv.remote.listen import Listening
+    from skyenv.commands.options import given, join_token, listening, start_logging
     from skyenv.remote.serve import ServeOptions, serve
 
-    token = arguments.token
-    if arguments.token_file:
-        try:
-            token = arguments.token_file.read_text().strip()
-        except OSError as error:
-            raise ConfigError(f"--token-file {arguments.token_file}: {error.strerror}") from error
+    chosen = given(arguments.parser, arguments)
+    start_logging(chosen)
+    backend = chosen.get("backend", "local")
+    runtime = chosen.pop("runtime", None)
     options = ServeOptions(
-        Listening(arguments.host, arguments.port),
-        token=token,
-        backend=arguments.backend,
-        max_sandboxes=arguments.max_sandboxes,
-        state=arguments.state,
+        listening=listening(chosen, PORT),
+        join_token=join_token(chosen),
+        gateways=tuple(chosen.pop("gateways", ())),
+        backend_options={"runtime": runtime} if runtime is not None else {},
+        **chosen,
     )
-    serve(options, on_ready=lambda url: print_line(f"serving sandboxes at {url} (backend {arguments.backend})"))
+    serve(options, on_ready=lambda url: print_line(f"serving sandboxes at {url} (backend {backend})"))
     return 0

@@ -14,6 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from skyenv.errors import SandboxError, SandboxLost, SandboxProtocolError, SandboxUnavailable, SkyEnvError, boundary
+from skyenv.remote.protocol import State
 
 KEPT_CALLS = 64
 KEPT_BYTES = 4 << 20
@@ -32,11 +33,19 @@ Work = Callable[[str], Awaitable[Result]]
 
 @dataclass(slots=True)
 class Call:
-    """One keyed call. `done` is set once `result` or `error` is."""
+    """One keyed call. `done` is set once `result` or `error` is; until then `state` says how far it is."""
 
     done: anyio.Event = field(default_factory=anyio.Event)
     result: Result | None = None
     error: SkyEnvError | None = None
+    state: State = "running"
+    _changed: anyio.Event = field(default_factory=anyio.Event)
+
+    def enter(self, state: State) -> None:
+        """It came to another state; whoever waits for that is told."""
+        self.state = state
+        self._changed.set()
+        self._changed = anyio.Event()
 
     async def run(self, key: str, work: Work) -> None:
         """Do the work and keep what it came to; never raises but on cancellation."""
@@ -49,11 +58,21 @@ class Call:
             if self.result is None and self.error is None:
                 self.error = SandboxLost("the node is closing")
             self.done.set()
+            self._changed.set()
 
-    async def wait(self, seconds: float) -> Result | None:
-        """Its result, or None when it goes on for longer than `seconds`. Raises the call's error."""
+    @property
+    def was_refused(self) -> bool:
+        """Whether it was refused for now or never made: asking again with its key is then a new try."""
+        return isinstance(self.error, (SandboxUnavailable, SandboxProtocolError))
+
+    async def wait(self, seconds: float, known: str = "") -> Result | None:
+        """Its result, or None when it goes on for longer than `seconds`. Raises the call's error.
+
+        With `known`, a state, None comes as soon as it is in another.
+        """
         with anyio.move_on_after(seconds):
-            await self.done.wait()
+            while not self.done.is_set() and known in ("", self.state):
+                await self._changed.wait()
         if self.error is not None:
             raise self.error
         return self.result
@@ -69,19 +88,18 @@ class CallLog:
         self._kept_bytes = 0
 
     def start(self, key: str, work: Work) -> Call:
-        """The call with this key; started now if there was none."""
+        """The call with this key; started now if there was none, or if that was refused for now."""
         call = self._calls.get(key)
-        if call is None:
+        if call is None or call.was_refused:
+            self.drop(key)
             call = self._calls[key] = Call()
             self._group.start_soon(self._run, key, call, work)
         return call
 
     async def _run(self, key: str, call: Call, work: Work) -> None:
-        """A call that was refused for now or never made is not kept: asking again with its key is a new try."""
         await call.run(key, work)
-        if isinstance(call.error, (SandboxUnavailable, SandboxProtocolError)):
-            del self._calls[key]
-            return
+        if self._calls.get(key) is not call:
+            return  # it was refused, and somebody asked again before this task went on
         self._finished[key] = size = len(call.result.body) if call.result else 0
         self._kept_bytes += size
         while len(self._finished) > KEPT_CALLS or (self._kept_bytes > KEPT_BYTES and len(self._finished) > 1):

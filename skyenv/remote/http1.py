@@ -68,6 +68,11 @@ class Answer:
         self.status = connection.status
         self.headers = connection.headers
 
+    @property
+    def arrived(self) -> bool:
+        """Whether all of the body is here, so that `read` does not wait."""
+        return self._connection.complete
+
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body. Raises Broken when it ends too early or nothing comes for `timeout` seconds."""
         connection = self._connection

@@ -140,16 +140,19 @@ async def serve_app(
 
 
 async def watch_signals(
-    on_stop: Callable[[], None],
+    on_stop: Callable[[int], None],
     on_reload: Callable[[], None],
     *,
     task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Call `on_stop` for each SIGINT and SIGTERM and `on_reload` for SIGHUP, until cancelled."""
+    """Call `on_stop` with each SIGINT and SIGTERM and `on_reload` for SIGHUP, until cancelled."""
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
         task_status.started()
         async for number in signals:
-            (on_reload if number == signal.SIGHUP else on_stop)()
+            if number == signal.SIGHUP:
+                on_reload()
+            else:
+                on_stop(number)
 
 
 def run(function: Callable[..., Any], *arguments: Any) -> None:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from skyenv.errors import ConfigError, SandboxProtocolError, SkyEnvError
+from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError, SkyEnvError
 from skyenv.remote import backends
 from skyenv.remote.answers import (
     answer_bug,
@@ -31,12 +31,14 @@ from skyenv.remote.answers import (
 from skyenv.remote.backends import Backend
 from skyenv.remote.calls import Call, CallLog, Result, Work
 from skyenv.remote.metrics import CONTENT_TYPE
+from skyenv.remote.overview import node_overview
 from skyenv.remote.protocol import (
     ACK,
     KEY,
     MAX_COMMAND,
     MAX_JSON,
     MAX_WAIT,
+    SECRET,
     ExecParameters,
     GiB,
     PollParameters,
@@ -72,7 +74,7 @@ def app_for(node: Node, tokens: Tokens | None = None) -> Starlette:
         routes=_routes(),
         exception_handlers={SkyEnvError: answer_error, Exception: answer_bug},
     )
-    app.state.node = node
+    app.state.node, app.state.metrics = node, node.metrics
     app.add_middleware(Door, tokens=tokens)
     return app
 
@@ -91,6 +93,8 @@ def _routes() -> list[Route]:
         Route(one + "/exec", _exec, methods=["POST"]),
         Route("/health", _health, methods=["GET"]),
         Route("/metrics", _metrics, methods=["GET"]),
+        Route("/sandboxes", _overview, methods=["GET"]),
+        Route("/drain", _drain, methods=["POST"]),
         Route("/leases", _renew, methods=["POST"]),
         Route("/snapshots/{snapshot}", _delete_snapshot, methods=["DELETE"]),
         Route("/creations/{name}", _attach_creation, methods=["GET"]),
@@ -121,7 +125,9 @@ def _node(request: Request) -> Node:
 
 
 def _session(request: Request) -> Session:
-    session = _node(request).session(request.path_params["name"])
+    node, name = _node(request), request.path_params["name"]
+    node.check_secret(name, request.headers.get(SECRET, ""))
+    session = node.session(name)
     if answered := request.headers.get(ACK):
         session.acknowledge(answered)
     return session
@@ -131,20 +137,26 @@ def _success_of(result: Result) -> Response:
     return success(result.meta, result.body)
 
 
-async def _await(call: Call, query: dict[str, str]) -> Response:
-    """The call's result, or 202 when it goes on for longer than the client wants to wait."""
+def _seconds(query: dict[str, str], default: float) -> float:
+    """How long the client wants to wait. ConfigError when it is no number."""
     try:
-        wait = min(MAX_WAIT, float(query.get("wait", MAX_WAIT)))
+        return max(0.0, min(MAX_WAIT, float(query.get("wait", default))))
     except ValueError:
         raise ConfigError("wait: not a number of seconds") from None
-    result = await call.wait(wait)
-    return success({"state": "running"}, status=202) if result is None else _success_of(result)
+
+
+async def _await(call: Call, query: dict[str, str]) -> Response:
+    """The call's result, or 202 when it goes on for longer than the client wants to wait."""
+    result = await call.wait(_seconds(query, MAX_WAIT), query.get("state", ""))
+    return success({"state": call.state}, status=202) if result is None else _success_of(result)
 
 
 async def _keyed(request: Request, calls: CallLog, work: Work) -> Response:
     key = request.headers.get(KEY)
     if not key:
         raise SandboxProtocolError(f"this request needs the header {KEY}")
+    if calls.find(key) is not None:
+        request.app.state.metrics.retried("call")
     return await _await(calls.start(key, work), query_of(request))
 
 
@@ -156,19 +168,37 @@ async def _metrics(request: Request) -> Response:
     return Response(_node(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
+async def _overview(request: Request) -> Response:
+    return JSONResponse(await node_overview(_node(request)))
+
+
 async def _renew(request: Request) -> Response:
     names = names_in(await read_body(request, MAX_JSON))
     return success({"lost": _node(request).renew(names)})
 
 
 async def _create(request: Request) -> Response:
-    node, name = _node(request), request.path_params["name"]
+    node, name, query = _node(request), request.path_params["name"], query_of(request)
+    secret = request.headers.get(SECRET, "")
     wanted = parse_create(await read_body(request, MAX_JSON))
-    return await _await(node.calls.start(name, lambda _key: node.create(name, wanted)), query_of(request))
+    node.check_secret(name, secret)
+    wait = query.get("queue") != "0"
+    call = node.calls.start(name, lambda name: node.create(name, wanted, secret=secret, wait=wait))
+    return await _await(call, query)
 
 
 async def _delete(request: Request) -> Response:
-    return _success_of(await _node(request).delete(request.path_params["name"]))
+    node, name = _node(request), request.path_params["name"]
+    node.check_secret(name, request.headers.get(SECRET, ""))
+    return _success_of(await node.delete(name))
+
+
+async def _drain(request: Request) -> Response:
+    """Take no new sandboxes; with `wait`, answer once the last one is gone or after so many seconds."""
+    node, query = _node(request), query_of(request)
+    node.admission.drain()
+    await node.admission.emptied(_seconds(query, 0.0))
+    return JSONResponse({"draining": True, "sandboxes": node.admission.used})
 
 
 async def _attach(request: Request) -> Response:
@@ -178,9 +208,10 @@ async def _attach(request: Request) -> Response:
 
 async def _attach_creation(request: Request) -> Response:
     name = request.path_params["name"]
+    _node(request).check_secret(name, request.headers.get(SECRET, ""))
     call = _node(request).calls.find(name)
     if call is None:
-        raise SandboxProtocolError(f"no creation of {name!r} is known")
+        raise SandboxLost(f"no creation of {name!r} is known", reason="node_lost")
     return await _await(call, query_of(request))
 
 
@@ -217,7 +248,7 @@ async def _resume(request: Request) -> Response:
 
 
 async def _stats(request: Request) -> Response:
-    session = _session(request)
+    session = _node(request).session(request.path_params["name"], use=False)
     return success(asdict(await session.stats()))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from urllib.parse import parse_qsl, quote_from_bytes
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from skyenv.errors import (
     ConfigError,
@@ -93,6 +93,21 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 _NODE_NAME = re.compile(r"[a-z0-9-]{1,63}")
 
 
+def join_id(name: str, node: str) -> str:
+    """The id of a sandbox or snapshot behind a gateway; it says on which node it is."""
+    return f"{name}.{node}"
+
+
+def split_id(identifier: str) -> tuple[str, str]:
+    """The name on the node and the node; the node is empty in a plain name."""
+    name, _dot, node = identifier.rpartition(".")
+    return (name, node) if name else (node, "")
+
+
+SnapshotName = Annotated[str, AfterValidator(lambda identifier: split_id(identifier)[0])]
+"""A snapshot's id, of which the node needs no more than its own part."""
+
+
 class Spec(BaseModel):
     """What a sandbox may use. None means unlimited; sizes in bytes, `ttl` in seconds without any use.
 
@@ -119,7 +134,7 @@ class CreateRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     image: str | None = None
-    snapshot: str | None = None
+    snapshot: SnapshotName | None = None
     env: dict[str, str] = {}
     spec: Spec = Spec()
 
@@ -182,7 +197,7 @@ class RollbackParameters(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    snapshot: str
+    snapshot: SnapshotName
     drop: bool = False
 
 
@@ -309,17 +324,6 @@ def check_node_name(name: str) -> str:
 def speaks(version: str) -> bool:
     """Whether a server of this version understands a client of that one; the same major is enough."""
     return version.partition(".")[0] == VERSION.partition(".")[0]
-
-
-def join_id(name: str, node: str) -> str:
-    """The id of a sandbox or snapshot behind a gateway; it says on which node it is."""
-    return f"{name}.{node}"
-
-
-def split_id(identifier: str) -> tuple[str, str]:
-    """The name on the node and the node; the node is empty in a plain name."""
-    name, _dot, node = identifier.rpartition(".")
-    return (name, node) if name else (node, "")
 
 
 def nearest_key(key: str, known: Mapping[str, Any]) -> str:

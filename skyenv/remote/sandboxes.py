@@ -9,11 +9,12 @@ leaves behind is nothing.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import re
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,16 +22,18 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavailable, SkyEnvError
+from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxProtocolError, SandboxUnavailable, SkyEnvError
 from skyenv.remote import snapshots
+from skyenv.remote.admission import Admission
 from skyenv.remote.backends import Backend, Held, Record
 from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
-from skyenv.remote.protocol import CreateRequest, RollbackParameters, SnapshotParameters
+from skyenv.remote.protocol import VERSION, CreateRequest, NodeReport, RollbackParameters, SnapshotParameters, State
 from skyenv.remote.rest import freeze_idle
 from skyenv.remote.session import ENDED, Session, lease_end
 from skyenv.remote.tasks import background_tasks
+from skyenv.remote.tokens import fingerprint
 
 LOG = logging.getLogger(__name__)
 REAP_INTERVAL = 0.5
@@ -44,15 +47,16 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 class Node:
     """Sandboxes by name, from creation to burial. Enter it with `open`."""
 
-    def __init__(self, backend: Backend, *, max_sandboxes: int = 512) -> None:
+    def __init__(self, backend: Backend, *, admission: Admission | None = None) -> None:
         self.backend = backend
+        self.admission = admission or Admission()
         self.metrics = Metrics()
-        self.metrics.watch(self._census)
-        self._max = max_sandboxes
+        self.metrics.watch(self.census)
         self._sessions: dict[str, Session] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._starts = anyio.CapacityLimiter(STARTS_AT_A_TIME)
-        self._places: set[str] = set()
+        self._secrets: dict[str, str] = {}
+        self._pulling: Counter[str] = Counter()
         self._closing = False
         self._group: TaskGroup | None = None
         self._calls: CallLog | None = None
@@ -86,12 +90,18 @@ class Node:
                 group.start_soon(self._serve, session, session.channel)
                 if (await session.status())["begun"] and session.name not in self._sessions:
                     self._sessions[session.name] = session
-                    self._places.add(session.name)
+                    self.admission.adopt(session.name)
+                    if secret := held.record.get("secret"):
+                        self._secrets[session.name] = secret
                     return
                 session.channel.close("it was not finished, or rolled back")
             except SandboxError as error:
                 LOG.warning("sandbox %s was not taken over: %s", held.sandbox, error)
             await self._bury(held.sandbox)
+
+    def living(self) -> list[Session]:
+        """The sandboxes that are there now."""
+        return list(self._sessions.values())
 
     def close_sessions(self) -> None:
         """End every sandbox and take no new ones; whoever waits for one is told at once."""
@@ -113,16 +123,32 @@ class Node:
             raise SandboxUnavailable("the node is not open")
         return self._group
 
-    def session(self, name: str) -> Session:
-        """A living sandbox, its lease renewed. SandboxLost with the reason when there is none."""
+    def session(self, name: str, *, use: bool = True) -> Session:
+        """A living sandbox, its lease renewed unless it is only looked at. SandboxLost with the reason if none."""
         session = self._sessions.get(name)
         if session is None:
             raise SandboxLost(f"sandbox {name}: {self._gone.get(name, 'unknown on this node')}")
-        session.touch()
+        if use:
+            session.touch()
         return session
 
-    async def create(self, name: str, request: CreateRequest) -> Result:
-        """Start a sandbox under a name that the client chose."""
+    def check_secret(self, name: str, sent: str) -> None:
+        """SandboxProtocolError unless `sent` is what the client of this sandbox chose; takes as long either way."""
+        known = self._secrets.get(name)
+        if known is not None and not hmac.compare_digest(known, fingerprint(sent)):
+            raise SandboxProtocolError("the sandbox's own token is missing or wrong", reason="sandbox_token")
+
+    def _say(self, name: str, state: State) -> None:
+        """Tell whoever waits for a creation how far it is."""
+        call = self.calls.find(name)
+        if call is not None:
+            call.enter(state)
+
+    async def create(self, name: str, request: CreateRequest, *, secret: str = "", wait: bool = True) -> Result:
+        """Start a sandbox under a name that the client chose, once there is a place; without `wait`, only if there is.
+
+        Who sends another `secret` later is refused; an empty one protects nothing.
+        """
         if not _NAME.fullmatch(name):
             raise ConfigError("a sandbox's name is 32 hexadecimal digits")
         if name in self._gone:
@@ -130,14 +156,18 @@ class Node:
         if name in self._sessions:
             return Result({})  # a former node made it, and its answer was lost
         if self._closing:
-            raise SandboxUnavailable("the node is closing")
-        if len(self._places) >= self._max:
-            raise SandboxUnavailable(f"all {self._max} places of this node are taken", retry_after=1.0)
-        self._places.add(name)
+            raise SandboxUnavailable("the node is closing", 1.0, reason="closing")
+        if secret:
+            self._secrets[name] = fingerprint(secret)
         try:
-            with self.metrics.timed("queue"):
-                await self._starts.acquire_on_behalf_of(name)
+            self._say(name, "queued")
+            arrived = time.perf_counter()
+            await self.admission.enter(name, wait=wait)
+            arrived += await self._pull(name, request.image)
+            await self._starts.acquire_on_behalf_of(name)
+            self.metrics.phase("queue").observe(time.perf_counter() - arrived)
             try:
+                self._say(name, "starting")
                 with self.metrics.timed("start"):
                     await self._start(name, request)
             finally:
@@ -148,13 +178,29 @@ class Node:
         if name in self._gone:
             await self._destroy(name)
             raise SandboxLost(f"sandbox {name}: deleted")
+        LOG.info("sandbox started", extra={"sandbox": name, "image": request.image})
         return Result({})
+
+    async def _pull(self, name: str, image: str | None) -> float:
+        """Make the image ready, before the creation takes part in the starts under way; how long that took, seconds."""
+        started = time.perf_counter()
+        if image is not None and image not in self.backend.images():
+            self._say(name, "pulling")
+            self._pulling[image] += 1
+            try:
+                with self.metrics.timed("pull"):
+                    await self.backend.pull(image)
+            finally:
+                self._pulling -= Counter([image])
+        return time.perf_counter() - started
 
     async def _start(self, name: str, request: CreateRequest) -> None:
         sandbox = uuid.uuid4().hex
         record: Record = {"name": name, "ttl": request.spec.ttl, "freeze_after": request.spec.freeze_after}
         record["expires"] = lease_end(time.monotonic(), request.spec.ttl)
         record["request"] = request.model_dump(mode="json", exclude_unset=True)
+        record["created"] = time.time()
+        record["secret"] = self._secrets.get(name)
         try:
             sock = await self.backend.create(sandbox, request, record)
         except SkyEnvError:
@@ -183,10 +229,12 @@ class Node:
 
     async def _end(self, name: str, reason: str) -> None:
         self._gone.setdefault(name, reason)
+        self.admission.withdraw(name)
         while len(self._gone) > TOMBSTONES:
             self._gone.popitem(last=False)
         if self._sessions.get(name) is not None:
             self.metrics.ended({"deleted": "deleted", ENDED: "ended"}.get(reason, "lease"))
+            LOG.info("sandbox ended", extra={"sandbox": name, "reason": reason})
             with self.metrics.timed("delete"):
                 await self._destroy(name)
 
@@ -196,13 +244,14 @@ class Node:
             if session is not None:
                 session.channel.close("the sandbox was deleted")
                 await self._bury(session.sandbox)
-            self._places.discard(name)
+            self.admission.leave(name)
+            self._secrets.pop(name, None)
 
     async def _bury(self, sandbox: str) -> None:
         try:
             await self.backend.destroy(sandbox)
         except SandboxError as error:
-            LOG.warning("sandbox %s was not cleaned up: %s", sandbox, error)
+            LOG.warning("not cleaned up: %s", error, extra={"sandbox": sandbox})
             self.metrics.leaked("sandbox")
 
     async def _reap(self) -> None:
@@ -248,16 +297,37 @@ class Node:
                 session.touch()
         return lost
 
-    def _census(self) -> Census:
-        """For the metrics."""
-        starting = len(self._places) - len(self._sessions)
+    def report(self, instance: str, url: str) -> NodeReport:
+        """For heartbeats: what this node, which is reached at `url`, has and takes."""
+        return NodeReport(
+            url=url,
+            instance=instance,
+            slots=self.admission.slots,
+            used=self.admission.used,
+            queued=self.admission.waiting,
+            images=self.backend.images(),
+            pulling=sorted(self._pulling),
+            draining=self.admission.draining or self._closing,
+            version=VERSION,
+        )
+
+    def census(self) -> Census:
+        """For the metrics and the overview."""
+        starting = self.admission.used - len(self._sessions)
         return Census(
-            slots=self._max,
-            used=len(self._places),
+            slots=self.admission.slots,
+            used=self.admission.used,
             states={"running": len(self._sessions), "starting": max(0, starting)},
-            waiting=self._starts.statistics().tasks_waiting,
+            waiting=self.admission.waiting + self._starts.statistics().tasks_waiting,
         )
 
     def describe(self) -> dict[str, Any]:
         """For `health`."""
-        return {**self.backend.describe(), "sandboxes": len(self._sessions), "max_sandboxes": self._max}
+        return {
+            **self.backend.describe(),
+            "version": VERSION,
+            "sandboxes": len(self._sessions),
+            "max_sandboxes": self.admission.slots,
+            "queued": self.admission.waiting,
+            "draining": self.admission.draining,
+        }

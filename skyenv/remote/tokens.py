@@ -59,6 +59,11 @@ def digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
 
 
+def fingerprint(secret: str) -> str:
+    """`digest` as text, for records."""
+    return digest(secret).hex()
+
+
 class Tokens:
     """The tokens that a server takes: fixed ones and those of a file, which `reload` reads again."""
 

@@ -146,16 +146,21 @@ def _add_python(root: Root) -> None:
 def write_debian(out: Path) -> None:
     """A root file system with bash, the usual tools, git and Python; some 60 MB."""
     with Root(out) as root:
-        _merged_usr(root)
-        _basics(root)
-        for path in _programs((*SHELLS, *COREUTILS, *TOOLS)):
-            root.program(path)
-        for tree in TREES:
-            for path in _walk(Path(tree)):
-                root.file(path)
-        for module in Path("/lib").glob("*/security/pam_*.so"):
-            root.program(module)
-        _add_python(root)
+        write_base(root, (*SHELLS, *COREUTILS, *TOOLS))
+
+
+def write_base(root: Root, programs: Iterable[str]) -> None:
+    """Programs, accounts and Python."""
+    _merged_usr(root)
+    _basics(root)
+    for path in _programs(programs):
+        root.program(path)
+    for tree in TREES:
+        for path in _walk(Path(tree)):
+            root.file(path)
+    for module in Path("/lib").glob("*/security/pam_*.so"):
+        root.program(module)
+    _add_python(root)
 
 
 def _programs(names: Iterable[str]) -> Iterator[Path]:
@@ -176,3 +181,10 @@ def write_busybox(out: Path) -> None:
         root.file(Path(binary), "bin/busybox")
         for applet in applets:
             root.link(f"bin/{applet}", "/bin/busybox")
+
+
+def write_tiny(out: Path, *members: tarfile.TarInfo) -> None:
+    """A root file system of these empty members."""
+    with tarfile.open(out, "w") as tar:
+        for member in members:
+            tar.addfile(member)

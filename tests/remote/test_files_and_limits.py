@@ -172,6 +172,7 @@ async def test_a_killed_file_operation_is_told(url: str) -> None:
 async def test_raw_requests_get_typed_refusals(local_url: str) -> None:
     headers = {"authorization": "Bearer secret", "idempotency-key": "k"}
     async with connect(local_url, "secret") as client, client.sandbox() as box:
+        headers |= {"skyenv-sandbox-token": box.secret}
         async with httpx.AsyncClient(base_url=f"{local_url}/sandboxes/{box.name}", headers=headers) as http:
             cases = [
                 ("POST", "/exec?timeout=-1", 422, "config"),

@@ -315,16 +315,17 @@ async def test_not_a_url() -> None:
 
 
 async def test_a_full_node_says_when_to_come_back(local_url: str) -> None:
+    from skyenv.remote.admission import Admission
     from skyenv.remote.backends import get
     from skyenv.remote.node import app_for
     from skyenv.remote.sandboxes import Node
 
-    node = Node(get("local"), max_sandboxes=1)
+    node = Node(get("local"), admission=Admission(slots=1))
     async with node.open():
         transport = httpx.ASGITransport(app_for(node))
         async with httpx.AsyncClient(transport=transport, base_url="http://node") as http:
-            for name, status in (("c" * 32, 200), ("d" * 32, 503)):
-                answer = await http.put(f"/sandboxes/{name}", content="{}", headers={"idempotency-key": name})
+            for name, status in (("c" * 32, 200), ("d" * 32, 429)):
+                answer = await http.put(f"/sandboxes/{name}?queue=0", content="{}", headers={"idempotency-key": name})
                 assert answer.status_code == status
             assert float(answer.headers["retry-after"]) > 0
             client = SandboxClient(Sender(transport, "http://node", {}))

@@ -18,6 +18,7 @@ from skyenv.types import SandboxStats as Stats
 
 __all__ = ["Backend", "Held", "Record", "Stats", "get"]
 
+CHOICES = "choose 'local', 'oci', 'docker', 'kubernetes' or 'process' (which isolates nothing)"
 Record = dict[str, Any]
 
 
@@ -102,14 +103,22 @@ class Backend(Protocol):
         ...
 
 
-def get(name: str, *, image: str | None = None, runtime: str | None = None, state: Path | None = None) -> Backend:
+def get(name: str, *, image: str | None = None, state: Path | None = None, **options: Any) -> Backend:
     """A backend by name. ConfigError naming the choices.
 
-    `image` is what sandboxes get whose request names none, `runtime` the OCI runtime that starts containers. With
-    `state`, a directory, sandboxes outlive a node server that was killed, for the next one that has the same.
+    `image` is what sandboxes get whose request names none. With `state`, a directory, sandboxes outlive a node server
+    that was killed, for the next one that has the same. `options` are the backend's own.
     """
     from skyenv.remote.backends.launching import Home
 
+    if name == "kubernetes":
+        from skyenv.remote.backends.kubernetes import KubernetesBackend
+        from skyenv.remote.backends.pods import read_options
+
+        kept = {"state": str(state / "snapshots")} if state is not None else {}
+        return KubernetesBackend(read_options({"default_image": image} | kept | options))
+    if options and name != "oci" and set(options) - ({"runtime"} if name == "docker" else set()):
+        raise ConfigError(f"backend {name!r} has no options, but {', '.join(sorted(options))} was given")
     home = Home(state) if state is not None else None
     if name == "local":
         from skyenv.remote.backends.local import LocalBackend
@@ -122,9 +131,10 @@ def get(name: str, *, image: str | None = None, runtime: str | None = None, stat
     if name == "docker":
         from skyenv.remote.backends.docker import DockerBackend
 
-        return DockerBackend(image, runtime, home)
+        return DockerBackend(image, home=home, **options)
     if name == "oci":
         from skyenv.remote.backends.oci import OciBackend
+        from skyenv.remote.images.settings import read_settings
 
-        return OciBackend(image, runtime, home=home)
-    raise ConfigError(f"backend {name!r} is unknown; choose 'local', 'oci', 'docker' or 'process' (isolates nothing)")
+        return OciBackend(image, options.pop("runtime", None), read_settings(options), home=home)
+    raise ConfigError(f"backend {name!r} is unknown; {CHOICES}")

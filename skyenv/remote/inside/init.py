@@ -16,7 +16,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NoReturn
 
@@ -43,6 +43,8 @@ class Init:
         self.shell = Shell(config, self.poller, oom_counter)
         self.jobs: dict[int, tuple[Reply, int]] = {}
         self.shell.helpers = self.jobs.keys()
+        self.guests: Collection[int] = config.get("guests", ())
+        self.shell.guests = self.guests
         self.frozen: set[int] = set()
         self.streams: list[int] = []
         self.begun = False
@@ -126,12 +128,14 @@ class Init:
             self.control = Connection(socket.socket(fileno=fds[0]))
         elif word == b"f":
             self._stop()
+            self.shell.held = True
             self.lifeline.send(word)
         else:  # it was frozen for so many seconds
             self.shell.shift(float(word[1:]))
             if word.startswith(b"t"):
                 processes.send(self.frozen, signal.SIGCONT)
                 self.frozen.clear()
+                self.shell.held = False
                 self.lifeline.send(b"t")
 
     def _reap(self) -> None:
@@ -191,7 +195,7 @@ class Init:
 
     def _status(self, reply: Reply, _header: dict[str, Any], _payload: bytes) -> None:
         """Whether the sandbox was begun, and what moves in it: a command, other processes than its shell."""
-        others = processes.descendants(os.getpid(), processes.scan()) - {self.shell.pid, *self.jobs}
+        others = processes.descendants(os.getpid(), processes.scan()) - {self.shell.pid, *self.jobs, *self.guests}
         running = self.shell.running is not None or bool(self.jobs)
         reply({"begun": self.begun, "running": running, "processes": len(others)}, b"")
 
@@ -309,6 +313,7 @@ class Init:
         try:
             pid = os.fork()
             if not pid:
+                kernel.close_all_but(stream, writer)
                 _work_and_exit(work, writer)
         finally:
             os.close(writer)
@@ -326,7 +331,8 @@ class Init:
         me, deadline = os.getpid(), time.monotonic() + 2.0
         while time.monotonic() < deadline:
             table = processes.scan()
-            moving = {pid for pid in processes.descendants(me, table) if table[pid].state not in "Tt"}
+            others = processes.descendants(me, table) - set(self.guests)
+            moving = {pid for pid in others if table[pid].state not in "Tt"}
             if not moving:
                 break
             processes.send(moving, signal.SIGSTOP)

@@ -72,16 +72,22 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
     else:
         kernel.enter(anchor, foreign)
     kernel.unshare(_OWN)
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid:
-        os.write(report, str(pid).encode())
+        os.close(writer)
+        if os.read(reader, 1):
+            os.write(report, str(pid).encode())
         return
+    os.close(reader)
     os.close(report)
     _mount_own(config)
     _become_root(users)
     enter.give_up_privileges(config)
     if config.get("shell_needed", True) or any(os.access(path, os.X_OK) for path in (*config["shells"], "/bin/sh")):
         _check_shell(config["shells"])
+    os.write(writer, b"1")
+    os.close(writer)
     become_init(counter)
 
 

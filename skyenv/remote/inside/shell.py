@@ -62,9 +62,11 @@ class Shell:
         self.last_code = 0
         self.restarted = False
         self.running: Running | None = None
+        self.held = False  # everything inside is stopped, and so is the running command's time
         self.finished: tuple[dict[str, Any], bytes] | None = None
         self.readers: dict[int, Callable[[], None]] = {}
         self.helpers: Collection[int] = ()
+        self.guests: Collection[int] = ()
         self.stdin = self.status = -1
         self._record = bytearray()
         self._count = 0
@@ -221,7 +223,7 @@ class Shell:
     def _make_room(self) -> None:
         """The session's own directory is full of things that are not ours, or no process can be started."""
         if not self.pid:
-            processes.kill_all()
+            processes.kill_all(self.guests)
         for name in os.listdir(self.dir):
             path = f"{self.dir}/{name}"
             with contextlib.suppress(OSError):
@@ -250,7 +252,7 @@ class Shell:
 
     def kill(self) -> None:
         """Kill everything inside; the next command finds a fresh shell."""
-        processes.kill_all()
+        processes.kill_all(self.guests)
         deadline = time.monotonic() + KILL_GRACE
         while not self._reap() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -297,7 +299,7 @@ class Shell:
     def next_event(self) -> float | None:
         """Seconds until `tick` wants to be called."""
         running = self.running
-        if running is None:
+        if running is None or self.held:
             return None
         moments = [running.deadline if running.phase == "run" else running.next_sweep]
         if running.waiters and running.phase == "run":
@@ -307,7 +309,7 @@ class Shell:
     def tick(self) -> None:
         """Let time pass for the running command: soft timeout, deadline, interrupt, kill."""
         running, now = self.running, time.monotonic()
-        if running is None:
+        if running is None or self.held:
             return
         if running.phase == "run":
             if now >= running.deadline:
@@ -325,7 +327,7 @@ class Shell:
 
     def _spared(self) -> tuple[int, ...]:
         """Our own helpers, which no command started."""
-        return (self.pid, *self.helpers)
+        return (self.pid, *self.helpers, *self.guests)
 
     def _end(self, running: Running) -> None:
         running.phase, running.phase_until = "interrupt", time.monotonic() + INTERRUPT_GRACE

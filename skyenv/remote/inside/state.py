@@ -126,7 +126,7 @@ def moving(shell: Shell) -> list[str]:
         found.append("a running command")
     if shell.helpers:
         found.append("a file operation under way")
-    spared = {os.getpid(), shell.pid, *shell.helpers}
+    spared = {os.getpid(), shell.pid, *shell.helpers, *shell.guests}
     if shell.running is not None:
         spared.add(shell.running.pid)
     below = processes.descendants(os.getpid(), processes.scan()) - spared

@@ -17,6 +17,7 @@ from skyenv.remote import backends
 from skyenv.remote.client import SandboxClient
 from skyenv.remote.node import app_for
 from skyenv.remote.sandboxes import Node
+from skyenv.remote.sending import Sender
 
 HEADERS = {"authorization": "Bearer secret"}
 COMMIT = "git -c user.name=a -c user.email=a@b commit -qm 1"
@@ -138,8 +139,8 @@ async def test_g8_this_client_works_with_an_old_server() -> None:
     async with node.open():
         server = OldServer(app_for(node))
         transport = httpx.ASGITransport(server, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://node", timeout=None) as http:
-            client = SandboxClient(http)
+        async with Sender(transport, "http://node", {}) as sender:
+            client = SandboxClient(sender)
             async with client.sandbox(env={"A": "1"}, ttl=60.0) as box:
                 assert (await box.exec("echo $A; cd /tmp")).output == "1\n"
                 await box.write_file("/tmp/x", b"data")

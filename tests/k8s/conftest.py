@@ -1,0 +1,95 @@
+"""Any cluster that KUBECONFIG names. Its kubelets need the images that the tests use:
+
+* where SKYENV_K8S_ENGINE names the Docker engine that the kubelet uses, they are made here and imported there;
+* elsewhere build and push them (docs/kubernetes.md) and set SKYENV_K8S_IMAGES to what their names start with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "remote"))
+
+import images
+import node_image
+
+NAMES = ("debian", "busybox", "node")
+NO_CLUSTER = """no Kubernetes cluster: KUBECONFIG is not set.
+`make test` starts one of its own where ../shared/k8s has one; or set KUBECONFIG (any cluster that holds the tests'
+images, see tests/k8s/conftest.py); or leave these tests out: pytest -m "not k8s"."""
+
+
+@dataclass(frozen=True)
+class TestCluster:
+    """The cluster, and what the tests' images are called there."""
+
+    __test__ = False
+    prefix: str
+    pull_policy: str
+
+    def image(self, name: str) -> str:
+        return f"{self.prefix}{name}:3"
+
+    def options(self, namespace: str, **more: Any) -> dict[str, Any]:
+        """Options of a kubernetes backend."""
+        return {
+            "namespace": namespace, "init_image": self.image("node"), "image": self.image("debian"),
+            "pull_policy": self.pull_policy, "start_timeout": 60.0, **more,
+        }  # fmt: skip
+
+
+def kubectl(*arguments: str, text: str | None = None) -> str:
+    """What kubectl prints. CalledProcessError, with its complaint, when it fails."""
+    answer = subprocess.run(["kubectl", *arguments], input=text, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, f"kubectl {' '.join(arguments)}: {answer.stderr}"
+    return answer.stdout
+
+
+def pods_of(namespace: str, *selectors: str) -> list[dict[str, Any]]:
+    chosen = [f"--selector={','.join(selectors)}"] if selectors else []
+    listing: dict[str, Any] = json.loads(kubectl("get", "pods", "-n", namespace, "-o", "json", *chosen))
+    return list(listing["items"])
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> TestCluster:
+    if "KUBECONFIG" not in os.environ:
+        pytest.fail(NO_CLUSTER, pytrace=False)
+    engine = os.environ.get("SKYENV_K8S_ENGINE")
+    if engine is None:
+        return TestCluster(os.environ.get("SKYENV_K8S_IMAGES", "skyenv-test/"), "IfNotPresent")
+    found = TestCluster("skyenv-test/", "Never")
+    writers: dict[str, Callable[[Path], None]] = {
+        "debian": images.write_debian, "busybox": images.write_busybox, "node": node_image.write_node,
+    }  # fmt: skip
+    docker = ["docker", "--host", engine]
+    for name in NAMES:
+        known = subprocess.run([*docker, "image", "inspect", found.image(name)], capture_output=True, check=False)
+        if known.returncode:
+            tar = tmp_path_factory.mktemp(name) / "root.tar"
+            writers[name](tar)
+            changes = [f"--change=ENV {name}" for name in node_image.ENVIRONMENT] if name == "node" else []
+            subprocess.run([*docker, "import", *changes, tar, found.image(name)], check=True, capture_output=True)
+            tar.unlink()
+    return found
+
+
+@pytest.fixture
+def namespace(cluster: TestCluster) -> Iterator[str]:
+    """A namespace of the test's own, gone afterwards with all that is in it."""
+    name = f"skyenv-test-{secrets.token_hex(4)}"
+    kubectl("create", "namespace", name)
+    try:
+        yield name
+    finally:
+        kubectl("delete", "namespace", name, "--wait=false")
