@@ -67,7 +67,14 @@ def docker_url(engine: str) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="session", params=["local", pytest.param("docker", marks=pytest.mark.docker)])
+@pytest.fixture(
+    scope="session",
+    params=[
+        "local",
+        pytest.param("oci", marks=pytest.mark.oci),
+        pytest.param("docker", marks=pytest.mark.docker),
+    ],
+)
 def url(request: pytest.FixtureRequest) -> str:
     """A node of each backend that has sandboxes of its own, reached over a socket."""
     found: str = request.getfixturevalue(f"{request.param}_url")
