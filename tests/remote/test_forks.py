@@ -112,3 +112,22 @@ async def test_a_kill_while_forking_leaves_nothing(victim: str) -> None:
             os.kill(process.pid if victim == "node" else launcher, signal.SIGKILL)
         await eventually(lambda: alive(pids))
     await eventually(lambda: remains(state, names, pids))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "mv /etc/ssl /etc/ssl2; ln -s /root /etc/ssl",
+        "mv /root /root2; ln -s /etc /root",
+        "chmod 700 /; chmod 0 /etc",
+        "rm -rf /run /mnt /tmp /srv /etc 2>/dev/null; true",
+    ],
+)
+async def test_whatever_a_session_did_to_its_root_it_can_be_forked(local_url: str, change: str) -> None:
+    """Nothing is mounted through links that it made, and what was moved stays moved."""
+    async with connect(local_url, "secret") as client, client.sandbox() as box:
+        await box.exec(change)
+        tell = "stat -c '%n %A %N' / /* /etc/*; ls -d /root/versions /etc/versions 2>/dev/null"
+        async with box.fork() as twin, twin.fork() as second:
+            here, there, further = [(await each.exec(tell)).output for each in (box, twin, second)]
+        assert here == there == further

@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from . import kernel, mounts, seccomp
@@ -116,7 +117,7 @@ def _build_root(config: dict[str, Any]) -> None:
     root, owner = config["root"], config["base_uid"] or 0
     kernel.leave_mount_namespace()
     _mount_root(config)
-    for path in config["binds"]:
+    for path in filter(partial(_is_folder, root), config["binds"]):
         kernel.bind(path, root + path)
         kernel.restrict_mount(root + path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
     kernel.mount("proc", root + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -125,6 +126,16 @@ def _build_root(config: dict[str, Any]) -> None:
     os.mkdir(root + RUN_DIRECTORY)
     mount_tmpfs(root + RUN_DIRECTORY, owner, 0o711, config["tmpfs_bytes"])
     _mount_sys(root + "/sys", owner)
+
+
+def _is_folder(root: str, path: str) -> bool:
+    """Whether a directory is where it was: whoever had these files before may have moved it, or put links there."""
+    current = root
+    for name in path.strip("/").split("/"):
+        current += "/" + name
+        if not os.path.isdir(current) or os.path.islink(current):
+            return False
+    return True
 
 
 def _mount_root(config: dict[str, Any]) -> None:
