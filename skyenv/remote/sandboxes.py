@@ -40,7 +40,7 @@ from skyenv.remote.protocol import (
 )
 from skyenv.remote.records import new_record
 from skyenv.remote.rest import freeze_idle
-from skyenv.remote.session import ENDED, Session, new_record
+from skyenv.remote.session import ENDED, Session
 from skyenv.remote.snapshots import Snapshots, refuse_to_end
 from skyenv.remote.tasks import background_tasks
 from skyenv.remote.tokens import fingerprint
