@@ -45,6 +45,7 @@ from skyenv.remote.protocol import (
     RollbackParameters,
     SnapshotParameters,
     parse_create,
+    parse_pool,
     parse_query,
 )
 from skyenv.remote.sandboxes import Node
@@ -96,6 +97,7 @@ def _routes() -> list[Route]:
         Route("/sandboxes", _overview, methods=["GET"]),
         Route("/drain", _drain, methods=["POST"]),
         Route("/leases", _renew, methods=["POST"]),
+        Route("/pools", _prefetch, methods=["POST"]),
         Route("/snapshots/{snapshot}", _delete_snapshot, methods=["DELETE"]),
         Route("/creations/{name}", _attach_creation, methods=["GET"]),
         Route(one, _create, methods=["PUT"]),
@@ -185,6 +187,12 @@ async def _create(request: Request) -> Response:
     wait = query.get("queue") != "0"
     call = node.calls.start(name, lambda name: node.create(name, wanted, secret=secret, wait=wait))
     return await _await(call, query)
+
+
+async def _prefetch(request: Request) -> Response:
+    """Answered when the image is there, or with 202 before that; the pool fills in the background."""
+    node, wanted = _node(request), parse_pool(await read_body(request, MAX_JSON))
+    return await _keyed(request, node.calls, lambda _key: node.prefetch(wanted))
 
 
 async def _delete(request: Request) -> Response:
