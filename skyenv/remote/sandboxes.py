@@ -57,8 +57,9 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 class Node:
     """Sandboxes by name, from creation to burial. Enter it with `open`."""
 
-    def __init__(self, backend: Backend, *, admission: Admission | None = None) -> None:
+    def __init__(self, backend: Backend, *, admission: Admission | None = None, allow_egress: bool = False) -> None:
         self.backend = backend
+        self._allow_egress = allow_egress
         self.admission = admission or Admission()
         self.metrics = Metrics()
         self.metrics.watch(self.census)
@@ -164,6 +165,8 @@ class Node:
         """
         if not _NAME.fullmatch(name):
             raise ConfigError("a sandbox's name is 32 hexadecimal digits")
+        if request.spec.network != "none" and not self._allow_egress:
+            raise ConfigError("network: this node gives its sandboxes none (it would need --allow-egress)")
         if name in self._gone:
             raise SandboxLost(f"sandbox {name}: {self._gone[name]}")
         if name in self._sessions:
