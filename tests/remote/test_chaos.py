@@ -29,7 +29,7 @@ KILLS = int(os.environ.get("SKYENV_CHAOS_KILLS", "8"))
 CYCLES = int(os.environ.get("SKYENV_CHAOS_CYCLES", "40"))
 SEED = int(os.environ.get("SKYENV_CHAOS_SEED", "0"))
 CLIENTS = 3
-TTL = 8.0
+TTL = 20.0  # longer than any outage, or what nobody could renew would end
 LATE = 20.0  # seconds that a busy machine may add to a lease
 CLIENT = Path(__file__).with_name("chaos_client.py")
 
