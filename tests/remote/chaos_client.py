@@ -12,7 +12,8 @@ import sys
 
 import anyio
 
-from skyenv.remote.client import RemoteSandbox, connect
+from skyenv.errors import SandboxError
+from skyenv.remote.client import RemoteSandbox, SandboxClient, connect
 
 
 def tell(*words: object) -> None:
@@ -45,28 +46,35 @@ async def work(box: RemoteSandbox, number: int, rng: random.Random) -> None:
             await box.exec(append)
 
 
+async def reached(client: SandboxClient) -> None:
+    """A client gives up soon on a server that has never answered; this one may start while it is away."""
+    while True:
+        try:
+            await client.health()
+            return
+        except SandboxError:
+            await anyio.sleep(0.2)
+
+
 async def main(url: str, seed: str, ttl: str) -> None:
-    rng, number = random.Random(int(seed)), 0
+    rng, number, told = random.Random(int(seed)), 0, anyio.Event()
     with anyio.open_signal_receiver(signal.SIGTERM) as signals:
-        async with (
-            connect(url, patience=120.0) as client,
-            client.sandbox(ttl=float(ttl)) as box,
-            anyio.create_task_group() as group,
-        ):
-            told = anyio.Event()
 
-            async def listen() -> None:
-                async for _number in signals:
-                    told.set()
+        async def listen() -> None:
+            async for _number in signals:
+                told.set()
 
+        async with connect(url, patience=120.0) as client, anyio.create_task_group() as group:
             group.start_soon(listen)
-            tell("sandbox", box.name, box.secret)
-            while not told.is_set():
-                number += 1
-                await work(box, number, rng)
-                tell("done", number)
-            log = (await box.exec("cat /root/log")).output.split()
-            assert log == [str(each + 1) for each in range(number)], log
+            await reached(client)
+            async with client.sandbox(ttl=float(ttl)) as box:
+                tell("sandbox", box.name, box.secret)
+                while not told.is_set():
+                    number += 1
+                    await work(box, number, rng)
+                    tell("done", number)
+                log = (await box.exec("cat /root/log")).output.split()
+                assert log == [str(each + 1) for each in range(number)], log
             group.cancel_scope.cancel()
     tell("complete", number)
 
