@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from skyenv.commands.output import log_to_stderr, print_line
+from skyenv.commands.output import print_line
 
 PORT = 8765
 
@@ -22,6 +22,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--backend", choices=("local", "oci", "docker", "kubernetes", "process"),
         help="what sandboxes are made of (default local; process isolates nothing)",
     )  # fmt: skip
+    serve.add_argument("--image", help="image of sandboxes that ask for none (backends oci, docker, kubernetes)")
     serve.add_argument("--runtime", help="program that starts containers: crun, runc, runsc (backends oci, docker)")
     serve.add_argument(
         "--state", type=Path, help="directory of this server: when it is killed, the next one takes its sandboxes over"
@@ -41,19 +42,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    from skyenv.commands.options import given, join_token, listening
+    from skyenv.commands.options import given, join_token, listening, start_logging
     from skyenv.remote.serve import ServeOptions, serve
 
     chosen = given(arguments.parser, arguments)
+    start_logging(chosen)
     backend = chosen.get("backend", "local")
-    runtime = chosen.pop("runtime", None)
+    backend_options: dict[str, str] = {key: chosen.pop(key) for key in ("image", "runtime") if key in chosen}
     options = ServeOptions(
         listening=listening(chosen, PORT),
         join_token=join_token(chosen),
         gateways=tuple(chosen.pop("gateways", ())),
-        backend_options={"runtime": runtime} if runtime is not None else {},
+        backend_options=backend_options,
         **chosen,
     )
-    log_to_stderr()
     serve(options, on_ready=lambda url: print_line(f"serving sandboxes at {url} (backend {backend})"))
     return 0

@@ -95,6 +95,11 @@ class Admission:
         """A sandbox that was there before has a place, even if there are too many."""
         self._places.add(name)
 
+    def pass_on(self, former: str, name: str) -> None:
+        """Let a place go on under another name."""
+        self._places.remove(former)
+        self._places.add(name)
+
     def leave(self, name: str) -> None:
         """Give a place back; whoever waits longest has it now. Idempotent."""
         if name not in self._places:

@@ -85,6 +85,12 @@ class SandboxClient:
         self._sender = sender
         self._leases: dict[str, float] = {}
 
+    async def overview(self) -> dict[str, Any]:
+        """The nodes and sandboxes behind this address, a line each: `nodes` and `sandboxes`; see `overview`."""
+        response = await self._sender.send("GET", "/sandboxes")
+        overview: dict[str, Any] = response.json()
+        return overview
+
     async def health(self) -> dict[str, Any]:
         """The node's backend, its mode, which limits are active and what is missing."""
         response = await self._sender.send("GET", "/health")
@@ -133,6 +139,29 @@ class SandboxClient:
                 return
             except SandboxError as error:
                 LOG.warning("%s could not be deleted: %s", path, error)
+
+    async def prefetch(
+        self,
+        image: str | None = None,
+        *,
+        snapshot: str | None = None,
+        env: Mapping[str, str] | None = None,
+        count: int = 0,
+        keep: float = 600.0,
+        **spec: Any,
+    ) -> None:
+        """Have `count` sandboxes ready for those who will open ones with the same arguments, and the image in any case.
+
+        Returns at once. A node makes them while it has nothing better to do, and keeps them until nobody has opened one
+        for `keep` seconds; a count of 0 ends that.
+        """
+        body = {
+            **{"image": image, "snapshot": snapshot, "env": dict(env or {}), "count": count, "keep": keep},
+            "spec": parse_spec(spec).model_dump(exclude_unset=True),
+        }
+        sent = {key: value for key, value in body.items() if value is not None}
+        headers = {KEY: uuid.uuid4().hex}
+        await self._sender.send("POST", "/pools?wait=0", json.dumps(sent).encode(), headers)
 
     async def delete_snapshot(self, snapshot: str) -> None:
         """Forget a snapshot; sandboxes that were started from it live on. Unknown ids are ignored."""

@@ -31,6 +31,7 @@ from skyenv.remote.answers import (
 from skyenv.remote.backends import Backend
 from skyenv.remote.calls import Call, CallLog, Result, Work
 from skyenv.remote.metrics import CONTENT_TYPE
+from skyenv.remote.overview import node_overview
 from skyenv.remote.protocol import (
     ACK,
     KEY,
@@ -44,6 +45,7 @@ from skyenv.remote.protocol import (
     RollbackParameters,
     SnapshotParameters,
     parse_create,
+    parse_pool,
     parse_query,
 )
 from skyenv.remote.sandboxes import Node
@@ -73,7 +75,7 @@ def app_for(node: Node, tokens: Tokens | None = None) -> Starlette:
         routes=_routes(),
         exception_handlers={SkyEnvError: answer_error, Exception: answer_bug},
     )
-    app.state.node = node
+    app.state.node, app.state.metrics = node, node.metrics
     app.add_middleware(Door, tokens=tokens)
     return app
 
@@ -92,8 +94,10 @@ def _routes() -> list[Route]:
         Route(one + "/exec", _exec, methods=["POST"]),
         Route("/health", _health, methods=["GET"]),
         Route("/metrics", _metrics, methods=["GET"]),
+        Route("/sandboxes", _overview, methods=["GET"]),
         Route("/drain", _drain, methods=["POST"]),
         Route("/leases", _renew, methods=["POST"]),
+        Route("/pools", _prefetch, methods=["POST"]),
         Route("/snapshots/{snapshot}", _delete_snapshot, methods=["DELETE"]),
         Route("/creations/{name}", _attach_creation, methods=["GET"]),
         Route(one, _create, methods=["PUT"]),
@@ -153,6 +157,8 @@ async def _keyed(request: Request, calls: CallLog, work: Work) -> Response:
     key = request.headers.get(KEY)
     if not key:
         raise SandboxProtocolError(f"this request needs the header {KEY}")
+    if calls.find(key) is not None:
+        request.app.state.metrics.retried("call")
     return await _await(calls.start(key, work), query_of(request))
 
 
@@ -162,6 +168,10 @@ async def _health(request: Request) -> Response:
 
 async def _metrics(request: Request) -> Response:
     return Response(_node(request).metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def _overview(request: Request) -> Response:
+    return JSONResponse(await node_overview(_node(request)))
 
 
 async def _renew(request: Request) -> Response:
@@ -177,6 +187,12 @@ async def _create(request: Request) -> Response:
     wait = query.get("queue") != "0"
     call = node.calls.start(name, lambda name: node.create(name, wanted, secret=secret, wait=wait))
     return await _await(call, query)
+
+
+async def _prefetch(request: Request) -> Response:
+    """Answered when the image is there, or with 202 before that; the pool fills in the background."""
+    node, wanted = _node(request), parse_pool(await read_body(request, MAX_JSON))
+    return await _keyed(request, node.calls, lambda _key: node.prefetch(wanted))
 
 
 async def _delete(request: Request) -> Response:

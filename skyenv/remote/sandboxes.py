@@ -29,7 +29,16 @@ from skyenv.remote.backends import Backend, Held, Record
 from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
-from skyenv.remote.protocol import VERSION, CreateRequest, NodeReport, RollbackParameters, SnapshotParameters, State
+from skyenv.remote.pools import Pools
+from skyenv.remote.protocol import (
+    VERSION,
+    CreateRequest,
+    NodeReport,
+    PoolRequest,
+    RollbackParameters,
+    SnapshotParameters,
+    State,
+)
 from skyenv.remote.rest import freeze_idle
 from skyenv.remote.session import ENDED, Session, lease_end
 from skyenv.remote.tasks import background_tasks
@@ -51,7 +60,7 @@ class Node:
         self.backend = backend
         self.admission = admission or Admission()
         self.metrics = Metrics()
-        self.metrics.watch(self._census)
+        self.metrics.watch(self.census)
         self._sessions: dict[str, Session] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._starts = anyio.CapacityLimiter(STARTS_AT_A_TIME)
@@ -60,6 +69,7 @@ class Node:
         self._closing = False
         self._group: TaskGroup | None = None
         self._calls: CallLog | None = None
+        self.pools = Pools(self._warm, self._end_warm, self._has_room)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -68,6 +78,7 @@ class Node:
             self._group, self._calls = group, CallLog(group)
             await self._adopt_all(group)
             group.start_soon(self._reap)
+            group.start_soon(self.pools.run)
             group.start_soon(freeze_idle, self._sessions.values, self.backend)
             try:
                 yield
@@ -98,6 +109,10 @@ class Node:
             except SandboxError as error:
                 LOG.warning("sandbox %s was not taken over: %s", held.sandbox, error)
             await self._bury(held.sandbox)
+
+    def living(self) -> list[Session]:
+        """The sandboxes that are there now."""
+        return list(self._sessions.values())
 
     def close_sessions(self) -> None:
         """End every sandbox and take no new ones; whoever waits for one is told at once."""
@@ -161,7 +176,11 @@ class Node:
             self._secrets[name] = fingerprint(secret)
         try:
             self._say(name, "queued")
+            if await self._claim(name, request):
+                return Result({})
             arrived = time.perf_counter()
+            if self.admission.used >= self.admission.slots:
+                await self.pools.make_room()
             await self.admission.enter(name, wait=wait)
             arrived += await self._pull(name, request.image)
             await self._starts.acquire_on_behalf_of(name)
@@ -169,7 +188,7 @@ class Node:
             try:
                 self._say(name, "starting")
                 with self.metrics.timed("start"):
-                    await self._start(name, request)
+                    self._sessions[name] = await self._start(name, request)
             finally:
                 self._starts.release_on_behalf_of(name)
         except SkyEnvError:
@@ -178,6 +197,7 @@ class Node:
         if name in self._gone:
             await self._destroy(name)
             raise SandboxLost(f"sandbox {name}: deleted")
+        LOG.info("sandbox started", extra={"sandbox": name, "image": request.image})
         return Result({})
 
     async def _pull(self, name: str, image: str | None) -> float:
@@ -193,20 +213,77 @@ class Node:
                 self._pulling -= Counter([image])
         return time.perf_counter() - started
 
-    async def _start(self, name: str, request: CreateRequest) -> None:
-        sandbox = uuid.uuid4().hex
-        record: Record = {"name": name, "ttl": request.spec.ttl, "freeze_after": request.spec.freeze_after}
-        record["expires"] = lease_end(time.monotonic(), request.spec.ttl)
-        record["request"] = request.model_dump(mode="json", exclude_unset=True)
-        record["secret"] = self._secrets.get(name)
+    async def _start(self, name: str, request: CreateRequest) -> Session:
+        sandbox, record = uuid.uuid4().hex, self._record(name, request)
         try:
             sock = await self.backend.create(sandbox, request, record)
         except SkyEnvError:
             await self._bury(sandbox)
             raise
-        session = self._sessions[name] = Session(sandbox, sock, record, self.backend, self.group, self.metrics)
+        session = Session(sandbox, sock, record, self.backend, self.group, self.metrics)
         self.group.start_soon(self._serve, session, session.channel)
-        await self._begin(session, request)
+        try:
+            await self._begin(session, request)
+        except SkyEnvError:
+            session.channel.close("the sandbox did not begin")
+            await self._bury(sandbox)
+            raise
+        return session
+
+    def _record(self, name: str, request: CreateRequest) -> Record:
+        record: Record = {"name": name, "ttl": request.spec.ttl, "freeze_after": request.spec.freeze_after}
+        record["expires"] = lease_end(time.monotonic(), request.spec.ttl)
+        record["request"] = request.model_dump(mode="json", exclude_unset=True)
+        record["created"] = time.time()
+        record["secret"] = self._secrets.get(name)
+        return record
+
+    async def _claim(self, name: str, request: CreateRequest) -> bool:
+        """Put a warm sandbox behind a client's name, if there is one."""
+        session = self.pools.claim(request)
+        if session is None:
+            return False
+        former, session.name = session.name, name
+        session.record = self._record(name, request)
+        self.admission.pass_on(former, name)
+        self._sessions[name] = session
+        session.touch()
+        try:
+            await self.backend.note(session.sandbox, session.record)
+        except SandboxError:  # it ended just now
+            await self._destroy(name)
+            return False
+        return True
+
+    async def prefetch(self, wanted: PoolRequest) -> Result:
+        """Have sandboxes of a kind ready soon, and their image; failures are tried again."""
+        request = CreateRequest(**{key: value for key, value in wanted if key in CreateRequest.model_fields})
+        self.pools.want(request, wanted.count, wanted.keep)
+        await self._pull("", wanted.image)
+        return Result({"pools": self.pools.describe()})
+
+    async def _warm(self, request: CreateRequest) -> Session:
+        """A sandbox for a pool: it has a place, and a name that no client knows."""
+        name = uuid.uuid4().hex
+        await self.admission.enter(name, wait=False)
+        try:
+            await self._pull(name, request.image)
+            async with self._starts:
+                return await self._start(name, request)
+        except SkyEnvError:
+            self.admission.leave(name)
+            raise
+
+    async def _end_warm(self, session: Session) -> None:
+        session.channel.close("the warm sandbox was not needed")
+        await self._bury(session.sandbox)
+        self.admission.leave(session.name)
+
+    def _has_room(self) -> bool:
+        """Whether a warm sandbox can be made at nobody's cost."""
+        admission = self.admission
+        busy = admission.waiting or self._starts.statistics().tasks_waiting or admission.draining or self._closing
+        return not busy and admission.slots - admission.used > max(1, admission.slots // 16)
 
     async def _begin(self, session: Session, request: CreateRequest) -> None:
         env = self.backend.environment(session.sandbox)
@@ -232,6 +309,7 @@ class Node:
             self._gone.popitem(last=False)
         if self._sessions.get(name) is not None:
             self.metrics.ended({"deleted": "deleted", ENDED: "ended"}.get(reason, "lease"))
+            LOG.info("sandbox ended", extra={"sandbox": name, "reason": reason})
             with self.metrics.timed("delete"):
                 await self._destroy(name)
 
@@ -248,7 +326,7 @@ class Node:
         try:
             await self.backend.destroy(sandbox)
         except SandboxError as error:
-            LOG.warning("sandbox %s was not cleaned up: %s", sandbox, error)
+            LOG.warning("not cleaned up: %s", error, extra={"sandbox": sandbox})
             self.metrics.leaked("sandbox")
 
     async def _reap(self) -> None:
@@ -300,7 +378,7 @@ class Node:
             url=url,
             instance=instance,
             slots=self.admission.slots,
-            used=self.admission.used,
+            used=self.admission.used - self.pools.ready,
             queued=self.admission.waiting,
             images=self.backend.images(),
             pulling=sorted(self._pulling),
@@ -308,9 +386,9 @@ class Node:
             version=VERSION,
         )
 
-    def _census(self) -> Census:
-        """For the metrics."""
-        starting = self.admission.used - len(self._sessions)
+    def census(self) -> Census:
+        """For the metrics and the overview."""
+        starting = self.admission.used - len(self._sessions) - self.pools.ready
         return Census(
             slots=self.admission.slots,
             used=self.admission.used,
@@ -327,4 +405,5 @@ class Node:
             "max_sandboxes": self.admission.slots,
             "queued": self.admission.waiting,
             "draining": self.admission.draining,
+            "pools": self.pools.describe(),
         }

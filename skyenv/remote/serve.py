@@ -23,6 +23,7 @@ from skyenv.remote.sandboxes import Node
 from skyenv.remote.sending import tls_context
 from skyenv.remote.tasks import background_tasks
 from skyenv.remote.tokens import Tokens
+from skyenv.remote.tracing import tracing
 
 LOG = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class ServeOptions:
     `gateways` are told about this node as `name`, reachable at `url`; both sides prove themselves by `join_token`. `ca`
     is a file of certificates to trust when a gateway speaks TLS. On SIGTERM the node takes no new sandboxes and
     waits up to `drain_timeout` seconds until the last one is gone; a second signal, and SIGINT, end it at once.
-    `backend_options` go to `backends.get`.
+    `backend_options` go to `backends.get`. Spans go to `otlp_endpoint`, when there is one.
     """
 
     listening: Listening = field(default_factory=Listening)
@@ -53,6 +54,7 @@ class ServeOptions:
     join_token: str | None = None
     url: str | None = None
     ca: Path | None = None
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if self.token is not None and not self.token:
@@ -118,7 +120,9 @@ async def _serve(options: ServeOptions, on_ready: Callable[[str], None]) -> None
                 if heartbeat is not None:
                     telling.start_soon(heartbeat.run)
                 group.start_soon(ending.run)
-                await serve_app(app_for(node, tokens), options.listening, listener, ending.stop, on_ready)
+                async with tracing(options.otlp_endpoint, "skyenv-node") as traced:
+                    app = traced(app_for(node, tokens))
+                    await serve_app(app, options.listening, listener, ending.stop, on_ready)
 
 
 def _ignore() -> None:

@@ -74,7 +74,7 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
     set_affinity(config)
     rootless = config["base_uid"] is None
     if rootless:
-        _map_single_user()
+        map_single_user()
     kernel.unshare(_SPACES)
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -93,7 +93,8 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
     become_init(counter)
 
 
-def _map_single_user() -> None:
+def map_single_user() -> None:
+    """Be root in a user namespace that knows nobody else."""
     uid, gid = os.getuid(), os.getgid()
     kernel.unshare(kernel.NEWUSER)
     write("/proc/self/setgroups", "deny")
@@ -115,7 +116,7 @@ def write(path: str, value: str) -> None:
 def _build_root(config: dict[str, Any]) -> None:
     root, owner = config["root"], config["base_uid"] or 0
     kernel.leave_mount_namespace()
-    _mount_root(config)
+    mount_root(config)
     for path in config["binds"]:
         kernel.bind(path, root + path)
         kernel.restrict_mount(root + path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
@@ -127,7 +128,8 @@ def _build_root(config: dict[str, Any]) -> None:
     _mount_sys(root + "/sys", owner)
 
 
-def _mount_root(config: dict[str, Any]) -> None:
+def mount_root(config: dict[str, Any]) -> None:
+    """The sandbox's files at their place, in the current mount namespace."""
     root = config["root"]
     if not config["overlay"]:
         kernel.bind(config["upper"], root)
