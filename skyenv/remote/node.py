@@ -275,7 +275,7 @@ async def _rollback(request: Request) -> Response:
 
 
 async def _delete_snapshot(request: Request) -> Response:
-    await _node(request).backend.delete_snapshot(request.path_params["snapshot"])
+    await _node(request).snapshots.forget(request.path_params["snapshot"])
     return success({})
 
 
