@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError, SandboxUnavailable, SkyEnvError
 from skyenv.remote.answers import error_answer, names_in, query_of, success
-from skyenv.remote.fleet import INTERVAL, Fleet, Member
+from skyenv.remote.fleet import Fleet, Member
 from skyenv.remote.http1 import Answer, Broken, Header, Pool
 from skyenv.remote.metrics import CONTENT_TYPE, Metrics
 from skyenv.remote.overview import merge
@@ -357,7 +357,7 @@ class Registry:
                 self._fleet.report(name, NodeReport.model_validate_json(body))
             except ValueError as error:
                 raise ConfigError(f"heartbeat: {error}") from error
-        await JSONResponse({"interval": INTERVAL, "version": VERSION})(*ask)
+        await JSONResponse({"interval": self._fleet.interval, "version": VERSION})(*ask)
 
 
 def gateway_app(fleet: Fleet, pool: Pool, *, clients: Tokens | None, join_token: str) -> ASGIApp:
