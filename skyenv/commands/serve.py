@@ -35,6 +35,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--gateway", action="append", dest="gateways", metavar="URL",
         help="gateway to join (may be repeated); every address behind its name is told",
     )  # fmt: skip
+    serve.add_argument(
+        "--allow-egress", action="store_true", help="sandboxes may ask for the machine's network (network='host')"
+    )
     serve.add_argument("--name", help="this node's name at the gateways: lower-case letters, digits and '-'")
     serve.add_argument("--url", help="where gateways reach this node (default: where it listens)")
     serve.set_defaults(run=run, parser=serve)
