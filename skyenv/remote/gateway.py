@@ -91,6 +91,8 @@ class Gateway:
     async def _own(self, ask: _Ask, method: str, path: str) -> Response:
         if (method, path) == ("POST", "leases"):
             return await self._renew(ask)
+        if (method, path) == ("POST", "pools"):
+            return await self._prefetch(ask)
         if (method, path) == ("GET", "health"):
             return JSONResponse(self._health())
         if (method, path) == ("GET", "nodes"):
@@ -178,6 +180,28 @@ class Gateway:
             await creation.on(found, body, ask.send)
             return
         await creation.somewhere(body, image if isinstance(image, str) else None, ask.send)
+
+    async def _prefetch(self, ask: _Ask) -> Response:
+        """Have sandboxes made ready where they will be asked for: at the snapshot's node, the image's first, or all."""
+        wanted, headers = _object(await whole_body(ask.receive, MAX_JSON)), passed_on(ask.scope)
+        snapshot, image, count = wanted.get("snapshot"), wanted.get("image"), wanted.get("count", 0)
+        seats = self._fleet.open_seats()
+        if isinstance(snapshot, str):
+            names = [split_id(snapshot)[1]]
+        elif isinstance(image, str):
+            names = [seat.name for seat in order(image, seats, image)[:1]]
+        else:
+            names = [seat.name for seat in seats]
+        if not names:
+            raise SandboxUnavailable("no node takes sandboxes now", NO_NODES_RETRY, reason="no_nodes")
+        share = -(-count // len(names)) if isinstance(count, int) else count
+        body = json.dumps({**wanted, "count": share}).encode()
+        for name in names:
+            inquiry = Inquiry(b"POST", b"/pools?wait=0", headers)
+            async with self._relay.ask(self._fleet.find(name), inquiry, body, timeout=ANSWER_TIMEOUT) as answer:
+                if answer.status >= 300:
+                    raise decode_error(await answer.read(), answer.status)
+        return success({"nodes": names})
 
     async def _renew(self, ask: _Ask) -> Response:
         """Renew leases on every node that is concerned; a node that does not answer now does not lose them."""

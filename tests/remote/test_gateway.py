@@ -68,6 +68,26 @@ async def test_sandboxes_without_an_image_spread_and_their_ids_name_the_node(fle
         assert set(nodes) == {"one", "two"}
 
 
+async def test_warm_pools_are_filled_where_they_will_be_asked_for(fleet: Fleet) -> None:
+    async with reached(fleet) as client:
+        async with client.sandbox() as box:
+            await box.exec("v=1")
+            snapshot = await box.snapshot()
+            await client.prefetch(snapshot=snapshot, count=1)
+            node = snapshot.partition(".")[2]
+            join = (fleet.folder / "join").read_text().strip()
+            headers = {"authorization": f"Bearer {join}"}
+            async with httpx.AsyncClient(base_url=fleet.urls[node], headers=headers) as http:
+                with anyio.fail_after(30):
+                    while not [pool for pool in (await http.get("/health")).json()["pools"] if pool["ready"]]:
+                        await anyio.sleep(0.02)
+            async with client.sandbox(snapshot=snapshot) as twin:
+                assert (await twin.exec("echo $v")).output == "1\n"
+            await client.prefetch(snapshot=snapshot, count=0)
+        await client.prefetch(count=3)
+        await client.prefetch(count=0)
+
+
 async def test_large_files_go_through_in_pieces(fleet: Fleet) -> None:
     async with reached(fleet) as client:
         data = secrets.token_bytes(1 << 20) * 24
