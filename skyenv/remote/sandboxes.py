@@ -146,6 +146,10 @@ class Node:
             session.touch()
         return session
 
+    def holds(self, name: str) -> bool:
+        """Whether a sandbox of this name lives here."""
+        return name in self._sessions
+
     def check_secret(self, name: str, sent: str) -> None:
         """SandboxProtocolError unless `sent` is what the client of this sandbox chose; takes as long either way."""
         known = self._secrets.get(name)
