@@ -68,26 +68,6 @@ async def test_sandboxes_without_an_image_spread_and_their_ids_name_the_node(fle
         assert set(nodes) == {"one", "two"}
 
 
-async def test_warm_pools_are_filled_where_they_will_be_asked_for(fleet: Fleet) -> None:
-    async with reached(fleet) as client:
-        async with client.sandbox() as box:
-            await box.exec("v=1")
-            snapshot = await box.snapshot()
-            await client.prefetch(snapshot=snapshot, count=1)
-            node = snapshot.partition(".")[2]
-            join = (fleet.folder / "join").read_text().strip()
-            headers = {"authorization": f"Bearer {join}"}
-            async with httpx.AsyncClient(base_url=fleet.urls[node], headers=headers) as http:
-                with anyio.fail_after(30):
-                    while not [pool for pool in (await http.get("/health")).json()["pools"] if pool["ready"]]:
-                        await anyio.sleep(0.02)
-            async with client.sandbox(snapshot=snapshot) as twin:
-                assert (await twin.exec("echo $v")).output == "1\n"
-            await client.prefetch(snapshot=snapshot, count=0)
-        await client.prefetch(count=3)
-        await client.prefetch(count=0)
-
-
 async def test_large_files_go_through_in_pieces(fleet: Fleet) -> None:
     async with reached(fleet) as client:
         data = secrets.token_bytes(1 << 20) * 24
@@ -125,6 +105,32 @@ async def test_a_creation_that_comes_again_finds_the_first_one(fleet: Fleet) -> 
             assert len(set(ids)) == 1
             assert (await http.delete(f"/sandboxes/{ids[0]}")).status_code == 200
             assert (await http.delete(f"/sandboxes/{ids[0]}")).status_code == 200
+
+
+async def test_warm_sandboxes_wait_on_every_node_for_who_names_no_image(fleet: Fleet) -> None:
+    async with reached(fleet) as client:
+
+        async def warm() -> int:
+            ready = 0
+            for name in ("one", "two"):
+                async with connect(fleet.urls[name], (fleet.folder / "join").read_text().strip()) as node:
+                    pools = (await node.health())["pools"]
+                    assert all(pool["count"] in (0, 2) for pool in pools)
+                    ready += sum(pool["ready"] for pool in pools)
+            return ready
+
+        await client.prefetch(count=4)
+        with anyio.fail_after(30):
+            while await warm() < 4:
+                await anyio.sleep(0.05)
+        async with client.sandbox() as box:
+            assert (await box.exec("echo warm")).output == "warm\n"
+        await client.prefetch(count=0)
+        with anyio.fail_after(30):
+            while await warm():
+                await anyio.sleep(0.05)
+        with pytest.raises(ConfigError, match="count"):
+            await client.prefetch(count=-1)
 
 
 async def test_leases_of_several_nodes_are_renewed_in_one_request(fleet: Fleet) -> None:
