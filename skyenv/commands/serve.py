@@ -24,6 +24,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     serve.add_argument("--runtime", help="program that starts containers: crun, runc, runsc (backends oci, docker)")
     serve.add_argument(
+        "--backend-option", action="append", dest="backend_settings", metavar="KEY=VALUE",
+        help="an option of the backend's own, its value as YAML (may be repeated)",
+    )  # fmt: skip
+    serve.add_argument(
         "--state", type=Path, help="directory of this server: when it is killed, the next one takes its sandboxes over"
     )
     serve.add_argument("--slots", type=int, help="sandboxes at a time (default 1024)")
@@ -41,17 +45,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    from skyenv.commands.options import given, join_token, listening
+    from skyenv.commands.options import backend_settings, given, join_token, listening
     from skyenv.remote.serve import ServeOptions, serve
 
     chosen = given(arguments.parser, arguments)
     backend = chosen.get("backend", "local")
     runtime = chosen.pop("runtime", None)
+    settings = backend_settings(chosen.pop("backend_settings", ()))
     options = ServeOptions(
         listening=listening(chosen, PORT),
         join_token=join_token(chosen),
         gateways=tuple(chosen.pop("gateways", ())),
-        backend_options={"runtime": runtime} if runtime is not None else {},
+        backend_options=settings | ({"runtime": runtime} if runtime is not None else {}),
         **chosen,
     )
     log_to_stderr()

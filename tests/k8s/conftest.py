@@ -38,7 +38,7 @@ class TestCluster:
     pull_policy: str
 
     def image(self, name: str) -> str:
-        return f"{self.prefix}{name}:3"
+        return f"{self.prefix}{name}:v3"
 
     def options(self, namespace: str, **more: Any) -> dict[str, Any]:
         """Options of a kubernetes backend."""
