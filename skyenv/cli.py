@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from skyenv.commands import gateway, serve, tasks
+from skyenv.commands import gateway, serve, tasks, top
 from skyenv.commands.output import print_error
 from skyenv.errors import SkyEnvError
 
@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = argparse.ArgumentParser(prog="skyenv", description="Sandboxes and tasks for training tool-using models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (serve, gateway, tasks):
+    for command in (serve, gateway, top, tasks):
         command.add(commands)
     return parser
 

@@ -1,4 +1,4 @@
-"""Trajectories as JSON lines: one object a line, readable transcript and exact ids side by side.
+"""Trajectories as JSON lines: one object a line, readable transcript and packed exact ids side by side.
 
 Invariants: a line is appended by a single write while an exclusive lock is held, so concurrent writers never
 interleave and a crash damages at most the last line; what was read back equals what was written, floats included.
@@ -7,11 +7,15 @@ A damaged line is reported and skipped, never repaired; everything before and af
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,8 +25,12 @@ from skyenv.types import Failure, Message, Segment, StopReason, ToolCall, Trajec
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-"""Version of the line format; a reader refuses lines of a newer one."""
+FORMAT = 2
+"""Version of the line format; a reader takes older lines too and refuses those of a newer one.
+
+Since 2 the arrays of a segment are packed: little-endian 32-bit ids, one byte a mask, 64-bit logprobs of the sampled
+ids alone, each deflated and in base 64. Format 1 wrote them as JSON lists.
+"""
 
 
 def append_trajectories(path: Path, trajectories: Iterable[Trajectory], **extra: Any) -> None:
@@ -72,8 +80,8 @@ def _parsed(line: bytes) -> Trajectory:
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """As JSON values: the readable fields first, the long arrays of the segments last."""
-    segments = [asdict(segment) for segment in trajectory.segments]
+    """As JSON values: the readable fields first, the packed arrays of the segments last."""
+    segments = [_pack_segment(segment) for segment in trajectory.segments]
     record = {
         "format": FORMAT,
         "task_id": trajectory.task_id,
@@ -103,7 +111,8 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
     """
     if record["format"] > FORMAT:
         raise ValueError(f"line format {record['format']} is newer than {FORMAT}")
-    segments = [Segment(**segment) for segment in record["segments"]]
+    read = Segment if record["format"] == 1 else _unpack_segment
+    segments = [read(**segment) for segment in record["segments"]]
     for segment in segments:
         segment.check()
     return Trajectory(
@@ -123,6 +132,40 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
         counters=record["counters"],
         prompt_hash=record["prompt_hash"],
     )
+
+
+def _pack_segment(segment: Segment) -> dict[str, Any]:
+    sampled = [logprob for logprob, mask in zip(segment.logprobs, segment.loss_mask, strict=True) if mask]
+    return {
+        "length": len(segment.token_ids),
+        "token_ids": _packed("i", segment.token_ids),
+        "loss_mask": _packed("b", segment.loss_mask),
+        "logprobs": _packed("d", sampled),
+    }
+
+
+def _unpack_segment(length: int, token_ids: str, loss_mask: str, logprobs: str) -> Segment:
+    ids, mask, sampled = _unpacked("i", token_ids), _unpacked("b", loss_mask), _unpacked("d", logprobs)
+    if not len(ids) == len(mask) == length or sum(mask) != len(sampled):
+        found = f"{len(ids)} ids, {len(mask)} masks of which {sum(mask)} are 1, and {len(sampled)} logprobs"
+        raise ValueError(f"unequal arrays: a segment of length {length} has {found}")
+    rest = iter(sampled)
+    return Segment(ids, mask, [next(rest) if trained else 0.0 for trained in mask])
+
+
+def _packed(code: str, values: Sequence[float]) -> str:
+    packed = array(code, values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return base64.b64encode(zlib.compress(packed.tobytes(), 1)).decode("ascii")
+
+
+def _unpacked(code: str, text: str) -> list[Any]:
+    values = array(code)
+    values.frombytes(zlib.decompress(base64.b64decode(text)))
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()
 
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:

@@ -28,12 +28,17 @@ TRAINING_ONLY = ("group_size", "groups_per_step", "segments")
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
+    parser = add_parser(commands, "eval", "evaluate a policy on a task set")
+    parser.add_argument("--predictions", type=Path, help="also write the patches in SWE-bench's format to this file")
+    parser.set_defaults(run=run)
+
+
+def add_parser(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str
+) -> argparse.ArgumentParser:
+    """A command that rolls a policy out on a task set, with all options that this takes."""
     parser = commands.add_parser(
-        "eval",
-        help="evaluate a policy on a task set",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        name, help=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--tasks", default="builtin", help="builtin, pypi, a file or a folder (default builtin)")
     parser.add_argument("--ids", default="", help="only these task ids, separated by commas")
@@ -65,13 +70,22 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--out", type=Path, help="file for the transcripts, one JSON object a line; the same evaluation goes on from it"
     )
     parser.add_argument("--fresh", action="store_true", help="run every sample again, whatever --out holds")
-    parser.add_argument("--predictions", type=Path, help="also write the patches in SWE-bench's format to this file")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.set_defaults(run=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate; status 1 when infrastructure spoiled a sample."""
+    plan, trajectories = roll_out(arguments)
+    if arguments.predictions is not None:
+        for file in write_predictions(arguments.predictions, trajectories, plan.policy.model or plan.policy.name):
+            print_line(f"predictions: {file}")
+    report(scores(trajectories, plan.samples), len(plan.tasks) * plan.samples, arguments.json)
+    return 1 if any(trajectory.failure is not None for trajectory in trajectories) else 0
+
+
+def roll_out(arguments: argparse.Namespace) -> tuple[EvalPlan, list[Trajectory]]:
+    """Play the plan of the options, a line for each sample. Raises ConfigError for options that cannot work."""
     for name in ("k", "concurrency", "max_turns", "max_tokens", "max_context"):
         if vars(arguments)[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {vars(arguments)[name]}: must be at least 1")
@@ -88,12 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         ended += 1
         print_line(f"{ended:4}/{total} {trajectory.task_id:40} {describe(trajectory)}")
 
-    trajectories = anyio.run(evaluate, plan, on_trajectory)
-    if arguments.predictions is not None:
-        for file in write_predictions(arguments.predictions, trajectories, plan.policy.model or plan.policy.name):
-            print_line(f"predictions: {file}")
-    report(scores(trajectories, plan.samples), total, arguments.json)
-    return 1 if any(trajectory.failure is not None for trajectory in trajectories) else 0
+    return plan, anyio.run(evaluate, plan, on_trajectory)
 
 
 def report(result: dict[str, Any], total: int, as_json: bool) -> None:

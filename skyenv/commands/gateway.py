@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from skyenv.commands.output import log_to_stderr, print_line
+from skyenv.commands.output import print_line
 from skyenv.errors import ConfigError
 
 PORT = 8764
@@ -31,14 +31,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    from skyenv.commands.options import given, join_token, listening
+    from skyenv.commands.options import given, join_token, listening, start_logging
     from skyenv.remote.gateway_process import GatewayOptions, serve_gateway
 
     chosen = given(arguments.parser, arguments)
+    start_logging(chosen)
     shared = join_token(chosen)
     if shared is None:
         raise ConfigError("a gateway needs --join-token-file, which its nodes get too")
     options = GatewayOptions(join_token=shared, listening=listening(chosen, PORT), **chosen)
-    log_to_stderr()
     serve_gateway(options, on_ready=lambda url: print_line(f"gateway at {url}"))
     return 0

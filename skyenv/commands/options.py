@@ -11,6 +11,7 @@ import yaml
 
 from skyenv.errors import ConfigError, did_you_mean
 from skyenv.remote.listen import Listening
+from skyenv.remote.logs import FORMATS, LEVELS, log_to_stderr
 from skyenv.remote.tokens import read_token
 
 
@@ -28,16 +29,18 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument("--tls-cert", type=Path, help="PEM file with the server's certificates: speak TLS")
     parser.add_argument("--tls-key", type=Path, help="PEM file with the certificate's key")
     parser.add_argument("--join-token-file", type=Path, help="the token that nodes and gateways share")
+    parser.add_argument("--log-format", choices=FORMATS, help="lines for people, or JSON objects (default text)")
+    parser.add_argument(
+        "--log-level", choices=LEVELS, help="from where on to log; debug tells each command's id (default info)"
+    )
     parser.add_argument("--ca", type=Path, help="PEM file of certificates to trust between nodes and gateways")
 
 
 def given(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> dict[str, Any]:
     """The options of the command line over those of the config file. ConfigError naming an unknown one."""
-    line = {key: value for key, value in vars(arguments).items() if key not in ("run", "parser")}
-    path = line.pop("config", None)
-    if path is None:
-        return line
-    return vars(parser.parse_args(_as_arguments(parser, path))) | line
+    line = vars(arguments)
+    filed = vars(parser.parse_args(_as_arguments(parser, line["config"]))) if "config" in line else {}
+    return {key: value for key, value in (filed | line).items() if key not in ("run", "parser", "config")}
 
 
 def _as_arguments(parser: argparse.ArgumentParser, path: Path) -> list[str]:
@@ -87,6 +90,11 @@ def listening(options: dict[str, Any], port: int) -> Listening:
         options.pop("tls_cert", None),
         options.pop("tls_key", None),
     )
+
+
+def start_logging(options: dict[str, Any]) -> None:
+    """Take from `options` how to log, and begin."""
+    log_to_stderr(options.pop("log_format", "text"), options.pop("log_level", "info"))
 
 
 def join_token(options: dict[str, Any]) -> str | None:

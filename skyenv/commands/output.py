@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 
 
@@ -15,9 +14,3 @@ def print_line(text: str) -> None:
 def print_error(text: str) -> None:
     """One line on stderr."""
     sys.stderr.write(f"skyenv: {text}\n")
-
-
-def log_to_stderr() -> None:
-    """Show what a server logs, from INFO on."""
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

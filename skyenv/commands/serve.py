@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from skyenv.commands.output import log_to_stderr, print_line
+from skyenv.commands.output import print_line
 
 PORT = 8765
 
@@ -45,13 +45,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    from skyenv.commands.options import backend_settings, given, join_token, listening
+    from skyenv.commands.options import backend_settings, given, join_token, listening, start_logging
     from skyenv.remote.serve import ServeOptions, serve
 
     chosen = given(arguments.parser, arguments)
+    start_logging(chosen)
     backend = chosen.get("backend", "local")
     runtime = chosen.pop("runtime", None)
     settings = backend_settings(chosen.pop("backend_settings", ()))
+    if backend == "kubernetes" and "name" in chosen:
+        settings.setdefault("node", chosen["name"])
     options = ServeOptions(
         listening=listening(chosen, PORT),
         join_token=join_token(chosen),
@@ -59,6 +62,5 @@ def run(arguments: argparse.Namespace) -> int:
         backend_options=settings | ({"runtime": runtime} if runtime is not None else {}),
         **chosen,
     )
-    log_to_stderr()
     serve(options, on_ready=lambda url: print_line(f"serving sandboxes at {url} (backend {backend})"))
     return 0

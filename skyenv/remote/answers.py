@@ -25,15 +25,17 @@ def error_answer(error: WireError) -> Response:
     return Response(error.model_dump_json(), error.status, headers=headers, media_type="application/json")
 
 
-async def answer_error(_request: Request, error: Exception) -> Response:
-    """Starlette's way to answer with one of our errors."""
-    known = error if isinstance(error, SkyEnvError) else SandboxError(str(error))
-    return error_answer(encode_error(known))
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Starlette's way to answer with one of our errors, which `app.state.metrics` counts."""
+    known = encode_error(error if isinstance(error, SkyEnvError) else SandboxError(str(error)))
+    request.app.state.metrics.answered(known)
+    return error_answer(known)
 
 
 async def answer_bug(request: Request, error: Exception) -> Response:
     """Starlette's way to answer when something else was raised; the log has the traceback."""
     LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    request.app.state.metrics.failed("internal")
     return error_answer(WireError(code="internal", message=f"{type(error).__name__}: {error}"))
 
 

@@ -60,6 +60,11 @@ class Call:
             self.done.set()
             self._changed.set()
 
+    @property
+    def was_refused(self) -> bool:
+        """Whether it was refused for now or never made: asking again with its key is then a new try."""
+        return isinstance(self.error, (SandboxUnavailable, SandboxProtocolError))
+
     async def wait(self, seconds: float, known: str = "") -> Result | None:
         """Its result, or None when it goes on for longer than `seconds`. Raises the call's error.
 
@@ -83,19 +88,18 @@ class CallLog:
         self._kept_bytes = 0
 
     def start(self, key: str, work: Work) -> Call:
-        """The call with this key; started now if there was none."""
+        """The call with this key; started now if there was none, or if that was refused for now."""
         call = self._calls.get(key)
-        if call is None:
+        if call is None or call.was_refused:
+            self.drop(key)
             call = self._calls[key] = Call()
             self._group.start_soon(self._run, key, call, work)
         return call
 
     async def _run(self, key: str, call: Call, work: Work) -> None:
-        """A call that was refused for now or never made is not kept: asking again with its key is a new try."""
         await call.run(key, work)
-        if isinstance(call.error, (SandboxUnavailable, SandboxProtocolError)):
-            del self._calls[key]
-            return
+        if self._calls.get(key) is not call:
+            return  # it was refused, and somebody asked again before this task went on
         self._finished[key] = size = len(call.result.body) if call.result else 0
         self._kept_bytes += size
         while len(self._finished) > KEPT_CALLS or (self._kept_bytes > KEPT_BYTES and len(self._finished) > 1):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -36,9 +35,10 @@ from skyenv.remote.protocol import (
     encode_query,
     parse_spec,
 )
+from skyenv.remote.results import Pieces, exec_result
 from skyenv.remote.sending import PATIENCE, Headers, Method, Sender, sender_to
 from skyenv.remote.tasks import background_tasks
-from skyenv.types import ExecResult, FileInfo
+from skyenv.types import ExecResult, FileInfo, SandboxStats
 
 LOG = logging.getLogger(__name__)
 TRANSFER_TIMEOUT = 660.0
@@ -84,6 +84,12 @@ class SandboxClient:
     def __init__(self, sender: Sender) -> None:
         self._sender = sender
         self._leases: dict[str, float] = {}
+
+    async def overview(self) -> dict[str, Any]:
+        """The nodes and sandboxes behind this address, a line each: `nodes` and `sandboxes`; see `overview`."""
+        response = await self._sender.send("GET", "/sandboxes")
+        overview: dict[str, Any] = response.json()
+        return overview
 
     async def health(self) -> dict[str, Any]:
         """The node's backend, its mode, which limits are active and what is missing."""
@@ -262,20 +268,37 @@ class RemoteSandbox:
             max_output_bytes=max_output_bytes,
             terminal=terminal or None,
         )
-        return _exec_result(response)
+        return exec_result(response)
 
     async def poll(self, *, soft_timeout: float | None = None) -> ExecResult:
         """See `core.Shell.poll`."""
-        return _exec_result(await self._call("POST", f"{self._base}/poll", soft_timeout=soft_timeout))
+        return exec_result(await self._call("POST", f"{self._base}/poll", soft_timeout=soft_timeout))
+
+    async def stream(
+        self, command: str, *, timeout: float = 60.0, flush: float = 0.1, max_output_bytes: int = 1 << 20
+    ) -> AsyncIterator[ExecResult]:
+        """Run a command and yield what it prints as it does, each piece once, the last with how it ended.
+
+        Output waits at most `flush` seconds for more; of a piece at most `max_output_bytes` come. Whoever stops to
+        listen leaves the command running, for `poll` or `interrupt`.
+        """
+        pieces = Pieces()
+        query = {"timeout": timeout, "flush": flush, "max_output_bytes": max_output_bytes}
+        data = command.encode("utf-8", "surrogateescape")
+        piece = pieces.next(await self._call("POST", f"{self._base}/exec", data, **query))
+        while piece.running:
+            yield piece
+            piece = pieces.next(await self._call("POST", f"{self._base}/poll", flush=flush))
+        yield piece
 
     async def interrupt(self) -> ExecResult:
         """See `core.Shell.interrupt`."""
-        return _exec_result(await self._call("POST", f"{self._base}/interrupt"))
+        return exec_result(await self._call("POST", f"{self._base}/interrupt"))
 
     async def send_input(self, text: str, *, soft_timeout: float | None = None) -> ExecResult:
         """See `core.Shell.send_input`."""
         data = text.encode("utf-8", "surrogateescape")
-        return _exec_result(await self._call("POST", f"{self._base}/poll", data, soft_timeout=soft_timeout))
+        return exec_result(await self._call("POST", f"{self._base}/poll", data, soft_timeout=soft_timeout))
 
     async def stat(self, path: str) -> FileInfo:
         """See `core.FileOps.stat`."""
@@ -315,6 +338,19 @@ class RemoteSandbox:
         """See `core.Sandbox.kill_processes`. Working directory and exported variables are kept."""
         await self._call("POST", f"{self._base}/kill")
 
+    async def pause(self) -> None:
+        """Let nothing inside run, and no time pass for a running command, until `resume` or whatever else is asked."""
+        await self._call("POST", f"{self._base}/pause")
+
+    async def resume(self) -> None:
+        """Go on after `pause`. Idempotent."""
+        await self._call("POST", f"{self._base}/resume")
+
+    async def stats(self) -> SandboxStats:
+        """What it uses now. A paused sandbox stays paused."""
+        response = await self._fetch(f"{self._base}/stats")
+        return SandboxStats(**decode_meta(response.headers.get(META)))
+
     async def snapshot(self, *, shell: bool = True, drop: bool = False) -> str:
         """See `core.Sandbox.snapshot`. Files in /run and /dev/shm, which are memory, travel with the shell."""
         response = await self._call("POST", f"{self._base}/snapshot", shell=shell, drop=drop)
@@ -339,27 +375,3 @@ class RemoteSandbox:
             finally:
                 await self._client.discard_snapshot(snapshot)
             yield twin
-
-
-def _exec_result(response: httpx.Response) -> ExecResult:
-    meta, data = decode_meta(response.headers.get(META)), response.content
-    total, head = meta["output_bytes"], meta["head"]
-    left_out = total - len(data)
-    if left_out > 0:
-        note = f"\n[... {left_out} bytes left out ...]\n"
-        output = data[:head].decode(errors="replace") + note + data[head:].decode(errors="replace")
-    else:
-        output = data.decode(errors="replace")
-    return ExecResult(
-        exit_code=meta["exit_code"],
-        output=output,
-        timed_out=meta.get("timed_out", False),
-        truncated=left_out > 0,
-        oom=meta.get("oom", False),
-        session_restarted=meta.get("session_restarted", False),
-        seconds=meta["seconds"],
-        running=meta.get("running", False),
-        cwd=os.fsencode(meta["cwd"]).decode(errors="replace"),
-        cwd_missing=meta.get("cwd_missing", False),
-        output_bytes=total,
-    )

@@ -15,6 +15,7 @@ import anyio
 
 from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError, SandboxUnavailable
 from skyenv.remote.http1 import Origin
+from skyenv.remote.metrics import Census
 from skyenv.remote.placement import Seats
 from skyenv.remote.protocol import NodeReport, check_node_name
 
@@ -121,6 +122,16 @@ class Fleet:
         member = self._members.get(name)
         if member is not None:
             member.suspect = True
+
+    def census(self) -> Census:
+        """For the metrics."""
+        alive = self.answering()
+        return Census(
+            slots=sum(member.report.slots for member in alive),
+            used=sum(member.report.used for member in alive),
+            waiting=sum(member.report.queued for member in alive),
+            nodes={"up": len(alive), "silent": len(self._members) - len(alive)},
+        )
 
     def describe(self) -> list[dict[str, Any]]:
         """For people and programs that look at the fleet."""

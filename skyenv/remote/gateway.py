@@ -7,6 +7,7 @@ creations, lease renewals, and the answers in which a node tells an id.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError, Sandbo
 from skyenv.remote.answers import error_answer, names_in, query_of, success
 from skyenv.remote.fleet import INTERVAL, Fleet, Member
 from skyenv.remote.http1 import Answer, Broken, Header, Pool
+from skyenv.remote.metrics import CONTENT_TYPE, Metrics
+from skyenv.remote.overview import merge
 from skyenv.remote.placement import order
 from skyenv.remote.protocol import (
     ATTEMPT,
@@ -56,6 +59,8 @@ class Gateway:
     def __init__(self, fleet: Fleet, relay: Relay) -> None:
         self._fleet = fleet
         self._relay = relay
+        self.metrics = Metrics()
+        self.metrics.watch(fleet.census)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; an error of ours is an answer."""
@@ -63,7 +68,9 @@ class Gateway:
         try:
             await self._answer(ask)
         except SkyEnvError as error:
-            await error_answer(encode_error(error))(scope, receive, send)
+            known = encode_error(error)
+            self.metrics.answered(known)
+            await error_answer(known)(scope, receive, send)
         except ClientGone:
             return
 
@@ -90,6 +97,10 @@ class Gateway:
             return JSONResponse(self._fleet.describe())
         if (method, path) == ("GET", "nodes/targets"):
             return JSONResponse(self._targets())
+        if (method, path) == ("GET", "sandboxes"):
+            return JSONResponse(await self._overview())
+        if (method, path) == ("GET", "metrics"):
+            return Response(self.metrics.render(), media_type=CONTENT_TYPE)
         return Response("there is nothing at this address\n", 404)
 
     def _health(self) -> dict[str, Any]:
@@ -103,6 +114,23 @@ class Gateway:
             "sandboxes": sum(node["used"] for node in alive),
             "max_sandboxes": sum(node["slots"] for node in alive),
         }
+
+    async def _overview(self) -> dict[str, Any]:
+        """What all nodes say of themselves; one that does not answer now is told as silent."""
+        said: dict[str, bytes] = {}
+
+        async def look(node: Member) -> None:
+            with contextlib.suppress(SandboxUnavailable, Broken):
+                inquiry = Inquiry(b"GET", b"/sandboxes", [])
+                async with self._relay.ask(node, inquiry, timeout=SEARCH_TIMEOUT) as answer:
+                    if answer.status == 200:
+                        said[node.name] = await answer.read()
+
+        async with anyio.create_task_group() as group:
+            for node in self._fleet.answering():
+                group.start_soon(look, node)
+        known = [str(node["name"]) for node in self._fleet.describe()]
+        return merge(said.items(), [name for name in known if name not in said])
 
     def _targets(self) -> list[dict[str, Any]]:
         """The nodes as Prometheus' `http_sd_config` wants them."""
@@ -130,7 +158,8 @@ class Gateway:
             target += b"?" + query
         inquiry = Inquiry(ask.scope["method"].encode(), target, passed_on(ask.scope))
         tells = kind == "creations" or rest[-1] in ("snapshot", "rollback", "fork") or target.find(b"/calls/") > 0
-        await self._relay.forward(node, inquiry, *ask, _naming(node_name) if tells else None)
+        with self.metrics.timed("forward"):
+            await self._relay.forward(node, inquiry, *ask, _naming(node_name) if tells else None)
 
     async def _create(self, ask: _Ask, name: str) -> None:
         body = await whole_body(ask.receive, MAX_JSON)

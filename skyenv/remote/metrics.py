@@ -7,17 +7,22 @@ date: the owner hands a `census` that is asked when somebody reads.
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from skyenv.remote.protocol import WireError
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+RECENT = 512
 
 Phase = Literal["queue", "pull", "mount", "start", "exec", "fork", "snapshot", "delete", "forward"]
 Direction = Literal["in", "out"]
@@ -87,7 +92,11 @@ class Metrics:
         self._errors = self._counter("skyenv_errors_total", "Requests that failed otherwise.", "code")
         self._retries = self._counter("skyenv_retries_total", "Requests that came again and ran nothing twice.", "what")
         self._leaks = self._counter("skyenv_leaks_total", "What should have been gone and had to be removed.", "what")
-        self._bytes = self._counter("skyenv_bytes_total", "Bytes of requests and answers.", "direction")
+        self._bytes = self._counter(
+            "skyenv_bytes_total", "Bytes of commands and files, and of output and files.", "direction"
+        )
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._counts: Counts[str] = Counts()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -110,19 +119,32 @@ class Metrics:
         yield
         self.phase(name).observe(time.perf_counter() - start)
 
-    def executed(self, seconds: float, *, oom: bool = False, timed_out: bool = False, failed: bool = False) -> None:
-        """A command ended after `seconds` of its own; `failed` is a non-zero exit."""
+    def executed(self, meta: Mapping[str, Any], seconds: float, output: int) -> str:
+        """A command ended after `seconds` of its own with so many bytes of output; its outcome in one word."""
         self.phase("exec").observe(seconds)
-        outcome = "oom" if oom else "timeout" if timed_out else "nonzero" if failed else "zero"
+        self._recent.append(seconds)
+        self.moved("out", output)
+        failed = meta.get("exit_code") != 0
+        outcome = "oom" if meta.get("oom") else "timeout" if meta.get("timed_out") else "nonzero" if failed else "zero"
         self._execs[outcome].inc()
+        self._counts[outcome] += 1
+        return outcome
 
     def ended(self, reason: str) -> None:
         """A sandbox is gone: "deleted", "lease", "lost", "closing"."""
         self._ended.labels(reason).inc()
 
+    def answered(self, error: WireError) -> None:
+        """A request was answered with an error."""
+        if error.status in (429, 503, 507):
+            self.refused(error.status, error.reason or error.code)
+        else:
+            self.failed(error.code)
+
     def refused(self, status: int, reason: str) -> None:
         """A request was answered 429, 503 or 507."""
         self._refused.labels(str(status), reason).inc()
+        self._counts["refused"] += 1
 
     def failed(self, code: str) -> None:
         """A request was answered with another error."""
@@ -140,6 +162,18 @@ class Metrics:
     def moved(self, direction: Direction, size: int) -> None:
         """Bytes of a request or an answer."""
         self._bytes.labels(direction).inc(size)
+
+    def summary(self) -> dict[str, float | None]:
+        """The few numbers that people watch: counts since the start, and how long the last commands took, seconds."""
+        recent, counts = sorted(self._recent), self._counts
+        return {
+            "execs": sum(counts[outcome] for outcome in self._execs),
+            "exec_p50": recent[len(recent) // 2] if recent else None,
+            "exec_p95": recent[int(len(recent) * 0.95)] if recent else None,
+            "oom": counts["oom"],
+            "timeouts": counts["timeout"],
+            "refused": counts["refused"],
+        }
 
     def render(self) -> bytes:
         """All of it in Prometheus' text format (`CONTENT_TYPE`)."""

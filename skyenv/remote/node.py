@@ -31,6 +31,7 @@ from skyenv.remote.answers import (
 from skyenv.remote.backends import Backend
 from skyenv.remote.calls import Call, CallLog, Result, Work
 from skyenv.remote.metrics import CONTENT_TYPE
+from skyenv.remote.overview import node_overview
 from skyenv.remote.protocol import (
     ACK,
     KEY,
@@ -73,7 +74,7 @@ def app_for(node: Node, tokens: Tokens | None = None) -> Starlette:
         routes=_routes(),
         exception_handlers={SkyEnvError: answer_error, Exception: answer_bug},
     )
-    app.state.node = node
+    app.state.node, app.state.metrics = node, node.metrics
     app.add_middleware(Door, tokens=tokens)
     return app
 
@@ -92,6 +93,7 @@ def _routes() -> list[Route]:
         Route(one + "/exec", _exec, methods=["POST"]),
         Route("/health", _health, methods=["GET"]),
         Route("/metrics", _metrics, methods=["GET"]),
+        Route("/sandboxes", _overview, methods=["GET"]),
         Route("/drain", _drain, methods=["POST"]),
         Route("/leases", _renew, methods=["POST"]),
         Route("/snapshots/{snapshot}", _delete_snapshot, methods=["DELETE"]),
@@ -153,6 +155,8 @@ async def _keyed(request: Request, calls: CallLog, work: Work) -> Response:
     key = request.headers.get(KEY)
     if not key:
         raise SandboxProtocolError(f"this request needs the header {KEY}")
+    if calls.find(key) is not None:
+        request.app.state.metrics.retried("call")
     return await _await(calls.start(key, work), query_of(request))
 
 
@@ -162,6 +166,10 @@ async def _health(request: Request) -> Response:
 
 async def _metrics(request: Request) -> Response:
     return Response(_node(request).metrics.render(), media_type=CONTENT_TYPE)
+
+
+async def _overview(request: Request) -> Response:
+    return JSONResponse(await node_overview(_node(request)))
 
 
 async def _renew(request: Request) -> Response:
@@ -240,7 +248,7 @@ async def _resume(request: Request) -> Response:
 
 
 async def _stats(request: Request) -> Response:
-    session = _session(request)
+    session = _node(request).session(request.path_params["name"], use=False)
     return success(asdict(await session.stats()))
 
 

@@ -51,7 +51,7 @@ class Node:
         self.backend = backend
         self.admission = admission or Admission()
         self.metrics = Metrics()
-        self.metrics.watch(self._census)
+        self.metrics.watch(self.census)
         self._sessions: dict[str, Session] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._starts = anyio.CapacityLimiter(STARTS_AT_A_TIME)
@@ -99,6 +99,10 @@ class Node:
                 LOG.warning("sandbox %s was not taken over: %s", held.sandbox, error)
             await self._bury(held.sandbox)
 
+    def living(self) -> list[Session]:
+        """The sandboxes that are there now."""
+        return list(self._sessions.values())
+
     def close_sessions(self) -> None:
         """End every sandbox and take no new ones; whoever waits for one is told at once."""
         self._closing = True
@@ -119,12 +123,13 @@ class Node:
             raise SandboxUnavailable("the node is not open")
         return self._group
 
-    def session(self, name: str) -> Session:
-        """A living sandbox, its lease renewed. SandboxLost with the reason when there is none."""
+    def session(self, name: str, *, use: bool = True) -> Session:
+        """A living sandbox, its lease renewed unless it is only looked at. SandboxLost with the reason if none."""
         session = self._sessions.get(name)
         if session is None:
             raise SandboxLost(f"sandbox {name}: {self._gone.get(name, 'unknown on this node')}")
-        session.touch()
+        if use:
+            session.touch()
         return session
 
     def check_secret(self, name: str, sent: str) -> None:
@@ -173,6 +178,7 @@ class Node:
         if name in self._gone:
             await self._destroy(name)
             raise SandboxLost(f"sandbox {name}: deleted")
+        LOG.info("sandbox started", extra={"sandbox": name, "image": request.image})
         return Result({})
 
     async def _pull(self, name: str, image: str | None) -> float:
@@ -193,6 +199,7 @@ class Node:
         record: Record = {"name": name, "ttl": request.spec.ttl, "freeze_after": request.spec.freeze_after}
         record["expires"] = lease_end(time.monotonic(), request.spec.ttl)
         record["request"] = request.model_dump(mode="json", exclude_unset=True)
+        record["created"] = time.time()
         record["secret"] = self._secrets.get(name)
         try:
             sock = await self.backend.create(sandbox, request, record)
@@ -227,6 +234,7 @@ class Node:
             self._gone.popitem(last=False)
         if self._sessions.get(name) is not None:
             self.metrics.ended({"deleted": "deleted", ENDED: "ended"}.get(reason, "lease"))
+            LOG.info("sandbox ended", extra={"sandbox": name, "reason": reason})
             with self.metrics.timed("delete"):
                 await self._destroy(name)
 
@@ -243,7 +251,7 @@ class Node:
         try:
             await self.backend.destroy(sandbox)
         except SandboxError as error:
-            LOG.warning("sandbox %s was not cleaned up: %s", sandbox, error)
+            LOG.warning("not cleaned up: %s", error, extra={"sandbox": sandbox})
             self.metrics.leaked("sandbox")
 
     async def _reap(self) -> None:
@@ -303,8 +311,8 @@ class Node:
             version=VERSION,
         )
 
-    def _census(self) -> Census:
-        """For the metrics."""
+    def census(self) -> Census:
+        """For the metrics and the overview."""
         starting = self.admission.used - len(self._sessions)
         return Census(
             slots=self.admission.slots,

@@ -145,14 +145,15 @@ class Sender:
 
     async def send(
         self, method: Method, path: str, body: bytes = b"", headers: Headers | None = None, *,
-        timeout: float = REQUEST_TIMEOUT,
+        timeout: float | None = None,
     ) -> httpx.Response:  # fmt: skip
         """One request and its answer; an error answer is raised as what it means.
 
-        `timeout` bounds each wait for the server. SandboxUnavailable when it cannot be reached, SandboxError when the
-        connection breaks again and again, else what the server said.
+        `timeout` bounds each wait for the server (None: `REQUEST_TIMEOUT`). SandboxUnavailable when it cannot be
+        reached, SandboxError when the connection breaks again and again, else what the server said.
         """
         all_headers = self._headers | headers if headers else self._headers
+        timeout = REQUEST_TIMEOUT if timeout is None else timeout
         try:
             return await self._once(method, path, body, all_headers, timeout)
         except (httpx.TransportError, SandboxUnavailable) as error:

@@ -6,6 +6,7 @@ spares a round trip and holds what never reached the init. A sandbox is thawed b
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
@@ -38,6 +39,7 @@ from skyenv.remote.protocol import ExecParameters, PollParameters
 from skyenv.remote.tasks import background_tasks
 from skyenv.types import SandboxStats
 
+LOG = logging.getLogger(__name__)
 ENDED = "the sandbox's first process ended (killed, or out of memory)"
 INLINE = 1 << 20
 CHUNK = 1 << 18
@@ -90,6 +92,7 @@ class Session:
         self._last_use: float = min(time.monotonic(), record["expires"] - self.ttl)
         self._acknowledged: list[str] = []
         self._askers = 0
+        self.last_seconds: float | None = None
         self._turning = anyio.Lock()
         self._clocks: dict[anyio.CancelScope, float] = {}
 
@@ -276,28 +279,28 @@ class Session:
     async def exec(self, key: str, command: bytes, parameters: ExecParameters) -> Result:
         """Run a command; returns when it ended or, with a soft timeout, fell silent."""
         header = {**parameters.model_dump(), "key": key}
-        return self._ended(await self.ask("exec", header, command, timeout=parameters.timeout + END_GRACE))
+        self._metrics.moved("in", len(command))
+        return self._ended(key, await self.ask("exec", header, command, timeout=parameters.timeout + END_GRACE))
 
     async def poll(self, key: str, parameters: PollParameters, typed: bytes = b"") -> Result:
         """Wait for the running command, once `typed` is on its terminal."""
         op, header = "input" if typed else "poll", {**parameters.model_dump(), "key": key}
-        return self._ended(await self.ask(op, header, typed, timeout=LONGEST))
+        return self._ended(key, await self.ask(op, header, typed, timeout=LONGEST))
 
     async def interrupt(self, key: str) -> Result:
         """End the running command."""
-        return self._ended(await self.ask("interrupt", {"key": key}, timeout=END_GRACE))
+        return self._ended(key, await self.ask("interrupt", {"key": key}, timeout=END_GRACE))
 
-    def _ended(self, frame: Frame) -> Result:
+    def _ended(self, key: str, frame: Frame) -> Result:
         """What a command came to, counted once it has ended."""
         result = _any_result(frame)
-        meta, seconds = result.meta, result.meta.get("seconds")
-        if isinstance(seconds, float) and not meta.get("running"):
-            self._metrics.executed(
-                seconds,
-                oom=bool(meta.get("oom")),
-                timed_out=bool(meta.get("timed_out")),
-                failed=meta.get("exit_code") != 0,
-            )
+        if isinstance(seconds := result.meta.get("seconds"), float) and not result.meta.get("running"):
+            self.last_seconds = seconds
+            outcome = self._metrics.executed(result.meta, seconds, len(result.body))
+            level = logging.INFO if outcome in ("oom", "timeout") else logging.DEBUG
+            if LOG.isEnabledFor(level):
+                fields = {"sandbox": self.name, "exec": key, "outcome": outcome, "seconds": round(seconds, 6)}
+                LOG.log(level, "command ended", extra=fields)
         return result
 
     async def kill_processes(self, key: str) -> Result:

@@ -181,3 +181,10 @@ def write_busybox(out: Path) -> None:
         root.file(Path(binary), "bin/busybox")
         for applet in applets:
             root.link(f"bin/{applet}", "/bin/busybox")
+
+
+def write_tiny(out: Path, *members: tarfile.TarInfo) -> None:
+    """A root file system of these empty members."""
+    with tarfile.open(out, "w") as tar:
+        for member in members:
+            tar.addfile(member)

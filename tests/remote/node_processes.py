@@ -42,14 +42,16 @@ print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
 config = uvicorn.Config(create_app(LocalBackend(run_as=65534), token="secret"), log_config=None)
 uvicorn.Server(config).run([listener])
 """
-
+# Arguments: the image for requests without one and, if wanted, a state directory.
 SERVE_DOCKER = """
 import socket, sys, uvicorn
+from pathlib import Path
 from skyenv.remote.backends import get
 from skyenv.remote.node import create_app
 listener = socket.create_server(("127.0.0.1", 0))
 print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
-config = uvicorn.Config(create_app(get("docker", image=sys.argv[1]), token="secret"), log_config=None)
+backend = get("docker", image=sys.argv[1], state=Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+config = uvicorn.Config(create_app(backend, token="secret"), log_config=None)
 uvicorn.Server(config).run([listener])
 """
 

@@ -27,6 +27,7 @@ import zstandard
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"
 NAME = "org.opencontainers.image.ref.name"
+TLS_HANDSHAKE = b"\x16"
 
 
 def digest(data: bytes) -> str:
@@ -197,11 +198,15 @@ class Proxy:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            first = await reader.readexactly(1)
+            if first == TLS_HANDSHAKE:  # an engine tries that first
+                raise ConnectionResetError
+            head = (first + await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
             path = head[0].split(" ")[1]
-            headers = {
-                key.lower(): value.strip() for key, _c, value in (line.partition(":") for line in head[1:] if line)
-            }
+            headers: dict[str, str] = {}
+            for key, _colon, value in (line.partition(":") for line in head[1:] if line):
+                known = headers.get(key.lower())
+                headers[key.lower()] = f"{known}, {value.strip()}" if known else value.strip()
             self.asked.append((path, headers.get("range", "")))
             await self._answer(path, headers, self._fault(path), writer)
         writer.close()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyenv.errors import ConfigError
@@ -65,6 +65,7 @@ trajectories = st.builds(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(trajectories)
 def test_round_trip(trajectory: Trajectory) -> None:
     line = json.dumps(trajectory_to_json(trajectory), ensure_ascii=False)
@@ -111,7 +112,8 @@ def test_a_foreign_line_spoils_no_other(line: str, tmp_path: Path) -> None:
 
 def test_unequal_arrays_are_refused(tmp_path: Path) -> None:
     record = trajectory_to_json(example())
-    record["segments"][0]["logprobs"].pop()
+    (nothing,) = trajectory_to_json(Trajectory("t", segments=[Segment()]))["segments"]
+    record["segments"][0]["logprobs"] = nothing["logprobs"]
     with pytest.raises(ValueError, match="unequal"):
         trajectory_from_json(record)
 
@@ -131,3 +133,22 @@ def test_processes_that_write_at_once_do_not_mix_lines(tmp_path: Path) -> None:
 def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read .*missing"):
         list(read_trajectories(tmp_path / "missing"))
+
+
+def test_a_line_of_the_first_format_is_still_read() -> None:
+    segment = {"token_ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -0.5]}
+    record = {**trajectory_to_json(Trajectory("t")), "format": 1, "segments": [segment]}
+    assert trajectory_from_json(record).segments == [Segment([1, 2], [0, 1], [0.0, -0.5])]
+
+
+def test_packed_arrays_are_small_and_a_cut_one_is_refused() -> None:
+    segment = Segment()
+    for _turn in range(30):
+        segment.append_context(list(range(1000, 1500)))
+        segment.append_sampled(list(range(100)), [-0.1] * 100)
+    record = trajectory_to_json(Trajectory("t", segments=[segment]))
+    lists = {"token_ids": segment.token_ids, "loss_mask": segment.loss_mask, "logprobs": segment.logprobs}
+    assert len(json.dumps(record["segments"])) * 4 < len(json.dumps(lists))
+    record["segments"][0]["length"] += 1
+    with pytest.raises(ValueError, match="18001"):
+        trajectory_from_json(record)

@@ -27,7 +27,7 @@ DEFAULT_HOST = "unix:///var/run/docker.sock"
 _LIMITED = re.compile(r"toomanyrequests|too many requests|\b429\b", re.IGNORECASE)
 _MISSING = re.compile(
     r"not found|no such image|manifest unknown|name unknown|does not exist|access denied|invalid reference"
-    r"|no matching manifest",
+    r"|no matching manifest|\b404\b",
     re.IGNORECASE,
 )
 # A registry that cannot be reached says "not found" too, of its host name.

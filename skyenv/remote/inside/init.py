@@ -128,12 +128,14 @@ class Init:
             self.control = Connection(socket.socket(fileno=fds[0]))
         elif word == b"f":
             self._stop()
+            self.shell.held = True
             self.lifeline.send(word)
         else:  # it was frozen for so many seconds
             self.shell.shift(float(word[1:]))
             if word.startswith(b"t"):
                 processes.send(self.frozen, signal.SIGCONT)
                 self.frozen.clear()
+                self.shell.held = False
                 self.lifeline.send(b"t")
 
     def _reap(self) -> None:

@@ -69,15 +69,21 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
     else:
         kernel.enter(anchor, _JOINED)
     kernel.unshare(_OWN)
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid:
-        os.write(report, str(pid).encode())
+        os.close(writer)
+        if os.read(reader, 1):
+            os.write(report, str(pid).encode())
         return
+    os.close(reader)
     os.close(report)
     _mount_own(config)
     _become_root(users)
     enter.give_up_privileges(config)
     _check_shell(config["shells"])
+    os.write(writer, b"1")
+    os.close(writer)
     become_init(counter)
 
 

@@ -61,6 +61,7 @@ class Shell:
         self.last_code = 0
         self.restarted = False
         self.running: Running | None = None
+        self.held = False  # everything inside is stopped, and so is the running command's time
         self.finished: tuple[dict[str, Any], bytes] | None = None
         self.readers: dict[int, Callable[[], None]] = {}
         self.helpers: Collection[int] = ()
@@ -290,7 +291,7 @@ class Shell:
     def next_event(self) -> float | None:
         """Seconds until `tick` wants to be called."""
         running = self.running
-        if running is None:
+        if running is None or self.held:
             return None
         moments = [running.deadline if running.phase == "run" else running.next_sweep]
         if running.waiters and running.phase == "run":
@@ -300,7 +301,7 @@ class Shell:
     def tick(self) -> None:
         """Let time pass for the running command: soft timeout, deadline, interrupt, kill."""
         running, now = self.running, time.monotonic()
-        if running is None:
+        if running is None or self.held:
             return
         if running.phase == "run":
             if now >= running.deadline:

@@ -1,0 +1,96 @@
+"""Trajectories as rows of a table, for supervised training or offline RL elsewhere: one row a segment, or one a turn.
+
+Every row has `token_ids`, `loss_mask` and `logprobs` of equal length. Turns of a trajectory that share a prefix are
+merged in a segment's row, which is as long as they together; in turn rows each turn stands alone behind everything
+that the model had seen by then, and mask 1 stands on its own ids only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from skyenv.errors import ConfigError
+from skyenv.types import Segment, Trajectory
+
+RowKind = Literal["segment", "turn"]
+
+
+def rows_of(trajectory: Trajectory, kind: RowKind = "segment") -> Iterator[dict[str, Any]]:
+    """The rows of one trajectory, in order; none for one without sampled ids."""
+    for number, segment in enumerate(trajectory.segments):
+        parts = [segment] if kind == "segment" else list(turns_of(segment))
+        for part in parts:
+            if any(part.loss_mask):
+                yield {**_facts(trajectory), "segment": number, **_arrays(part)}
+
+
+def turns_of(segment: Segment) -> Iterator[Segment]:
+    """One segment for each run of sampled ids: all that precedes it at mask 0, then the run."""
+    end, length = 0, len(segment.loss_mask)
+    while end < length:
+        start = next((place for place in range(end, length) if segment.loss_mask[place]), length)
+        end = next((place for place in range(start, length) if not segment.loss_mask[place]), length)
+        if start < end:
+            turn = Segment()
+            turn.append_context(segment.token_ids[:start])
+            turn.append_sampled(segment.token_ids[start:end], segment.logprobs[start:end])
+            yield turn
+
+
+def export_rows(path: Path, trajectories: Iterable[Trajectory], kind: RowKind) -> int:
+    """Write rows to a parquet, JSON Lines file or, without an ending, a directory of a Hugging Face dataset.
+
+    Returns how many. ConfigError when there is nothing to write or the disk refuses.
+    """
+    rows = [row for trajectory in trajectories for row in rows_of(trajectory, kind)]
+    if not rows:
+        raise ConfigError(f"--export {path}: no trajectory has sampled ids; text-only servers return none")
+    from datasets import Dataset
+
+    dataset = Dataset.from_list(rows)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        match path.suffix:
+            case ".parquet":
+                dataset.to_parquet(str(path))
+            case ".jsonl":
+                dataset.to_json(str(path))
+            case "":
+                dataset.save_to_disk(str(path))
+            case _:
+                raise ConfigError(f"--export {path}: must end with .parquet or .jsonl, or have no ending")
+    except OSError as error:
+        raise ConfigError(f"--export {path}: {error.strerror}") from error
+    return len(rows)
+
+
+def _facts(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "task_id": trajectory.task_id,
+        "sample_index": trajectory.sample_index,
+        "reward": trajectory.reward,
+        "resolved": bool(trajectory.verdict.get("resolved")),
+        "stop_reason": str(trajectory.stop_reason or ""),
+        "exact": trajectory.exact,
+        "messages": _messages(trajectory),
+    }
+
+
+def _messages(trajectory: Trajectory) -> list[dict[str, str]]:
+    messages = [{"role": message.role, "content": message.content} for message in trajectory.prompt]
+    for turn in trajectory.turns:
+        messages.append({"role": "assistant", "content": turn.text})
+        if turn.observation:
+            messages.append({"role": "tool", "content": turn.observation})
+    return messages
+
+
+def _arrays(segment: Segment) -> dict[str, Any]:
+    return {
+        "prompt_length": segment.prompt_length,
+        "token_ids": segment.token_ids,
+        "loss_mask": segment.loss_mask,
+        "logprobs": segment.logprobs,
+    }
