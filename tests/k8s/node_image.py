@@ -68,6 +68,7 @@ def write_node(out: Path) -> None:
     """A root file system with `skyenv` on the path and the portable directory at /opt/skyenv/portable."""
     site = f"{sys.base_prefix[1:]}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     with Root(out) as root:
+        root.text("etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n")
         write_base(root, PROGRAMS)
         for each in needed("skyenv", EXTRAS, {}).values():
             if each.name != "skyenv":
