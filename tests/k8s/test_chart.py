@@ -200,6 +200,14 @@ class Forward:
                 self._process.wait()
             self._stopped.wait(0.3)
 
+    def wait(self) -> None:
+        """Until the port is there."""
+        for _attempt in range(300):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            self._stopped.wait(0.1)
+        raise TimeoutError("kubectl port-forward did not listen")
+
     def close(self) -> None:
         self._stopped.set()
         if self._process is not None:
@@ -217,7 +225,7 @@ def values_of(cluster: TestCluster, backend: str, dns: tuple[str, ...]) -> list[
         "node.hostPath": f"/var/lib/skyenv-test-{os.getpid()}",
     }  # fmt: skip
     if backend == "kubernetes":
-        values |= {"node.options.image": cluster.image("debian"), "node.options.adoption_timeout": "20"}
+        values |= {"node.options.image": cluster.image("debian"), "node.options.adoption_timeout": "60"}
     return [*TOKENS, *dns, *(word for key, value in values.items() for word in ("--set", f"{key}={value}"))]
 
 
@@ -233,6 +241,7 @@ def fleet(namespace: str, values: list[str], api: str | None = None) -> Iterator
         port = free.getsockname()[1]
     forward = Forward(namespace, port)
     try:
+        forward.wait()
         yield f"http://127.0.0.1:{port}"
     finally:
         forward.close()
