@@ -16,7 +16,7 @@ CLI = (sys.executable, "-m", "skyenv.cli")
 @contextmanager
 def server(*arguments: str) -> Iterator[tuple[str, int]]:
     """A server of ours until the block ends: the URL that it printed, and its process id."""
-    process = subprocess.Popen([*CLI, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*CLI, *arguments, "--log-level", "warning"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

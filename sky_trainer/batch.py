@@ -133,6 +133,9 @@ def summary(groups: Iterable[TrajectoryGroup]) -> dict[str, float]:
     numbers |= {f"stop/{reason}": count / total for reason, count in reasons.items()}
     for stage in sorted({stage for t in every for stage in t.seconds}):
         numbers[f"seconds/{stage}"] = fmean(t.seconds.get(stage, 0.0) for t in every)
+    graded = [t.verdict["reward_terms"] for t in every if t.verdict.get("reward_terms")]
+    for term in sorted({term for terms in graded for term in terms}):
+        numbers[f"reward/{term}"] = fmean(terms.get(term, 0.0) for terms in graded)
     for counter in sorted({counter for t in every for counter in t.counters}):
         numbers[f"count/{counter}"] = float(sum(t.counters.get(counter, 0) for t in every))
     return numbers

@@ -83,9 +83,13 @@ def grpo_config(config: Config) -> GRPOConfig:
         "logging_steps": 1,
     }
     try:
-        return GRPOConfig(**values)
+        made = GRPOConfig(**values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"grpo: {' '.join(str(error).split())}") from error
+    bound = made.epsilon if made.epsilon_high is None else made.epsilon_high
+    if made.loss_type == "cispo" and bound < 1:
+        raise ConfigError(f"grpo.epsilon_high is {bound}; with loss_type cispo it bounds the ratio itself, write 5.0")
+    return made
 
 
 def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:

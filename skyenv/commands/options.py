@@ -33,6 +33,9 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
     parser.add_argument(
         "--log-level", choices=LEVELS, help="from where on to log; debug tells each command's id (default info)"
     )
+    parser.add_argument(
+        "--otlp-endpoint", help="URL to send OpenTelemetry spans to, such as http://HOST:4318/v1/traces"
+    )
     parser.add_argument("--ca", type=Path, help="PEM file of certificates to trust between nodes and gateways")
 
 

@@ -22,6 +22,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--backend", choices=("local", "oci", "docker", "kubernetes", "process"),
         help="what sandboxes are made of (default local; process isolates nothing)",
     )  # fmt: skip
+    serve.add_argument("--image", help="image of sandboxes that ask for none (backends oci, docker, kubernetes)")
     serve.add_argument("--runtime", help="program that starts containers: crun, runc, runsc (backends oci, docker)")
     serve.add_argument(
         "--backend-option", action="append", dest="backend_settings", metavar="KEY=VALUE",
@@ -38,6 +39,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--gateway", action="append", dest="gateways", metavar="URL",
         help="gateway to join (may be repeated); every address behind its name is told",
     )  # fmt: skip
+    serve.add_argument(
+        "--allow-egress", action="store_true", help="sandboxes may ask for the machine's network (network='host')"
+    )
     serve.add_argument("--name", help="this node's name at the gateways: lower-case letters, digits and '-'")
     serve.add_argument("--url", help="where gateways reach this node (default: where it listens)")
     serve.set_defaults(run=run, parser=serve)
@@ -51,15 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = given(arguments.parser, arguments)
     start_logging(chosen)
     backend = chosen.get("backend", "local")
-    runtime = chosen.pop("runtime", None)
-    settings = backend_settings(chosen.pop("backend_settings", ()))
+    backend_options = backend_settings(chosen.pop("backend_settings", ()))
+    backend_options |= {key: chosen.pop(key) for key in ("image", "runtime") if key in chosen}
     if backend == "kubernetes" and "name" in chosen:
-        settings.setdefault("node", chosen["name"])
+        backend_options.setdefault("node", chosen["name"])
     options = ServeOptions(
         listening=listening(chosen, PORT),
         join_token=join_token(chosen),
         gateways=tuple(chosen.pop("gateways", ())),
-        backend_options=settings | ({"runtime": runtime} if runtime is not None else {}),
+        backend_options=backend_options,
         **chosen,
     )
     serve(options, on_ready=lambda url: print_line(f"serving sandboxes at {url} (backend {backend})"))

@@ -95,6 +95,11 @@ class Admission:
         """A sandbox that was there before has a place, even if there are too many."""
         self._places.add(name)
 
+    def pass_on(self, former: str, name: str) -> None:
+        """Let a place go on under another name."""
+        self._places.remove(former)
+        self._places.add(name)
+
     def leave(self, name: str) -> None:
         """Give a place back; whoever waits longest has it now. Idempotent."""
         if name not in self._places:
@@ -129,5 +134,9 @@ class Admission:
 
 
 def _share_used(path: Path) -> float:
-    status = os.statvfs(path)
-    return 1.0 - status.f_bavail / max(1, status.f_blocks)
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return 0.0  # not made yet
+    used = status.f_blocks - status.f_bfree
+    return used / max(1, used + status.f_bavail)

@@ -17,6 +17,7 @@ from skyenv.remote.listen import Listening, run, serve_app, watch_signals
 from skyenv.remote.sending import tls_context
 from skyenv.remote.tasks import background_tasks
 from skyenv.remote.tokens import Tokens
+from skyenv.remote.tracing import tracing
 
 LOG = logging.getLogger(__name__)
 CONNECT_TIMEOUT = 3.0
@@ -26,7 +27,8 @@ CONNECT_TIMEOUT = 3.0
 class GatewayOptions:
     """How a gateway works. A host that is not loopback needs client tokens; nodes always need the join token.
 
-    `silence`, `forget`: see `fleet`. `ca` is a file of certificates to trust when a node speaks TLS.
+    `silence`, `forget`: see `fleet`. `ca` is a file of certificates to trust when a node speaks TLS. Spans go to
+    `otlp_endpoint`, when there is one.
     """
 
     join_token: str
@@ -36,6 +38,7 @@ class GatewayOptions:
     silence: float = SILENCE
     forget: float = FORGET
     ca: Path | None = None
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not self.join_token or self.token == "":
@@ -67,7 +70,8 @@ async def _serve(options: GatewayOptions, on_ready: Callable[[str], None]) -> No
             await group.start(watch_signals, lambda _number: stop.set(), tokens.reload if tokens else _ignore)
             fleet = Fleet(options.silence, options.forget)
             app = gateway_app(fleet, pool, clients=tokens, join_token=options.join_token)
-            await serve_app(app, options.listening, listener, stop, on_ready)
+            async with tracing(options.otlp_endpoint, "skyenv-gateway") as traced:
+                await serve_app(traced(app), options.listening, listener, stop, on_ready)
 
 
 def _ignore() -> None:

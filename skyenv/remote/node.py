@@ -45,6 +45,7 @@ from skyenv.remote.protocol import (
     RollbackParameters,
     SnapshotParameters,
     parse_create,
+    parse_pool,
     parse_query,
 )
 from skyenv.remote.sandboxes import Node
@@ -96,6 +97,7 @@ def _routes() -> list[Route]:
         Route("/sandboxes", _overview, methods=["GET"]),
         Route("/drain", _drain, methods=["POST"]),
         Route("/leases", _renew, methods=["POST"]),
+        Route("/pools", _prefetch, methods=["POST"]),
         Route("/snapshots/{snapshot}", _delete_snapshot, methods=["DELETE"]),
         Route("/creations/{name}", _attach_creation, methods=["GET"]),
         Route(one, _create, methods=["PUT"]),
@@ -187,6 +189,12 @@ async def _create(request: Request) -> Response:
     return await _await(call, query)
 
 
+async def _prefetch(request: Request) -> Response:
+    """Answered when the image is there, or with 202 before that; the pool fills in the background."""
+    node, wanted = _node(request), parse_pool(await read_body(request, MAX_JSON))
+    return await _keyed(request, node.calls, lambda _key: node.prefetch(wanted))
+
+
 async def _delete(request: Request) -> Response:
     node, name = _node(request), request.path_params["name"]
     node.check_secret(name, request.headers.get(SECRET, ""))
@@ -210,6 +218,8 @@ async def _attach_creation(request: Request) -> Response:
     name = request.path_params["name"]
     _node(request).check_secret(name, request.headers.get(SECRET, ""))
     call = _node(request).calls.find(name)
+    if call is None and _node(request).holds(name):
+        return success({})  # a former server made it
     if call is None:
         raise SandboxLost(f"no creation of {name!r} is known", reason="node_lost")
     return await _await(call, query_of(request))
@@ -265,7 +275,7 @@ async def _rollback(request: Request) -> Response:
 
 
 async def _delete_snapshot(request: Request) -> Response:
-    await _node(request).backend.delete_snapshot(request.path_params["snapshot"])
+    await _node(request).snapshots.forget(request.path_params["snapshot"])
     return success({})
 
 

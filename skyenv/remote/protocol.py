@@ -51,6 +51,7 @@ MAX_ENVIRONMENT = 1_500_000
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 Model = TypeVar("Model", bound=BaseModel)
+Wanted = TypeVar("Wanted", bound="CreateRequest")
 
 ErrorCode = Literal[
     "unavailable", "lost", "protocol", "path", "conflict", "busy", "not_carried", "config", "unauthorized", "internal",
@@ -113,6 +114,7 @@ class Spec(BaseModel):
 
     `file_bytes` bounds one file, `disk_bytes` all files that the sandbox writes, which are then held in memory. After
     `freeze_after` seconds without any use a sandbox in which hardly anything moves is frozen until the next request.
+    `network`: only a loopback of its own, or the network of the node's machine, which a node must allow.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -126,6 +128,7 @@ class Spec(BaseModel):
     ttl: Annotated[float, Field(ge=1)] = 600.0
     freeze_after: Annotated[float, Field(ge=1)] | None = 30.0
     shell: Literal["bash", "sh"] = "bash"
+    network: Literal["none", "host"] = "none"
 
 
 class CreateRequest(BaseModel):
@@ -181,6 +184,16 @@ class NodeReport(BaseModel):
     pulling: list[str] = []
     draining: bool = False
     version: str = "1.0"
+
+
+class PoolRequest(CreateRequest):
+    """The body of `POST /pools`: have `count` such sandboxes ready until nobody asked for one for `keep` seconds.
+
+    The image is made ready even for a count of 0, which ends a pool that there is.
+    """
+
+    count: Annotated[int, Field(ge=0, le=4096)] = 0
+    keep: Annotated[float, Field(ge=1)] = 600.0
 
 
 class SnapshotParameters(BaseModel):
@@ -345,8 +358,17 @@ def parse_spec(values: Mapping[str, Any]) -> Spec:
 
 def parse_create(body: bytes) -> CreateRequest:
     """Check the body of a create request. ConfigError naming the field."""
+    return _parse_request(CreateRequest, body)
+
+
+def parse_pool(body: bytes) -> PoolRequest:
+    """Check the body of a request for a warm pool. ConfigError naming the field."""
+    return _parse_request(PoolRequest, body)
+
+
+def _parse_request(model: type[Wanted], body: bytes) -> Wanted:
     try:
-        request = CreateRequest.model_validate_json(body)
+        request = model.model_validate_json(body)
     except ValidationError as error:
         raise ConfigError(_first_problem(error)) from error
     check_environment(request.env)

@@ -23,15 +23,25 @@ import anyio
 from anyio.abc import TaskGroup
 
 from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxProtocolError, SandboxUnavailable, SkyEnvError
-from skyenv.remote import snapshots
 from skyenv.remote.admission import Admission
-from skyenv.remote.backends import Backend, Held, Record
+from skyenv.remote.backends import Backend, Held
 from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
-from skyenv.remote.protocol import VERSION, CreateRequest, NodeReport, RollbackParameters, SnapshotParameters, State
+from skyenv.remote.pools import Pools
+from skyenv.remote.protocol import (
+    VERSION,
+    CreateRequest,
+    NodeReport,
+    PoolRequest,
+    RollbackParameters,
+    SnapshotParameters,
+    State,
+)
+from skyenv.remote.records import new_record
 from skyenv.remote.rest import freeze_idle
-from skyenv.remote.session import ENDED, Session, lease_end
+from skyenv.remote.session import ENDED, Session
+from skyenv.remote.snapshots import Snapshots, refuse_to_end
 from skyenv.remote.tasks import background_tasks
 from skyenv.remote.tokens import fingerprint
 
@@ -47,8 +57,9 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 class Node:
     """Sandboxes by name, from creation to burial. Enter it with `open`."""
 
-    def __init__(self, backend: Backend, *, admission: Admission | None = None) -> None:
+    def __init__(self, backend: Backend, *, admission: Admission | None = None, allow_egress: bool = False) -> None:
         self.backend = backend
+        self._allow_egress = allow_egress
         self.admission = admission or Admission()
         self.metrics = Metrics()
         self.metrics.watch(self.census)
@@ -60,6 +71,8 @@ class Node:
         self._closing = False
         self._group: TaskGroup | None = None
         self._calls: CallLog | None = None
+        self.snapshots = Snapshots(backend)
+        self.pools = Pools(self._warm, self._end_warm, self._has_room)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -68,6 +81,7 @@ class Node:
             self._group, self._calls = group, CallLog(group)
             await self._adopt_all(group)
             group.start_soon(self._reap)
+            group.start_soon(self.pools.run)
             group.start_soon(freeze_idle, self._sessions.values, self.backend)
             try:
                 yield
@@ -132,6 +146,10 @@ class Node:
             session.touch()
         return session
 
+    def holds(self, name: str) -> bool:
+        """Whether a sandbox of this name lives here."""
+        return name in self._sessions
+
     def check_secret(self, name: str, sent: str) -> None:
         """SandboxProtocolError unless `sent` is what the client of this sandbox chose; takes as long either way."""
         known = self._secrets.get(name)
@@ -151,6 +169,8 @@ class Node:
         """
         if not _NAME.fullmatch(name):
             raise ConfigError("a sandbox's name is 32 hexadecimal digits")
+        if request.spec.network != "none" and not self._allow_egress:
+            raise ConfigError("network: this node gives its sandboxes none (it would need --allow-egress)")
         if name in self._gone:
             raise SandboxLost(f"sandbox {name}: {self._gone[name]}")
         if name in self._sessions:
@@ -160,8 +180,13 @@ class Node:
         if secret:
             self._secrets[name] = fingerprint(secret)
         try:
+            request = self.snapshots.resolved(request)
             self._say(name, "queued")
+            if await self._claim(name, request):
+                return Result({})
             arrived = time.perf_counter()
+            if self.admission.used >= self.admission.slots:
+                await self.pools.make_room()
             await self.admission.enter(name, wait=wait)
             arrived += await self._pull(name, request.image)
             await self._starts.acquire_on_behalf_of(name)
@@ -169,7 +194,7 @@ class Node:
             try:
                 self._say(name, "starting")
                 with self.metrics.timed("start"):
-                    await self._start(name, request)
+                    self._sessions[name] = await self._start(name, request)
             finally:
                 self._starts.release_on_behalf_of(name)
         except SkyEnvError:
@@ -194,21 +219,69 @@ class Node:
                 self._pulling -= Counter([image])
         return time.perf_counter() - started
 
-    async def _start(self, name: str, request: CreateRequest) -> None:
-        sandbox = uuid.uuid4().hex
-        record: Record = {"name": name, "ttl": request.spec.ttl, "freeze_after": request.spec.freeze_after}
-        record["expires"] = lease_end(time.monotonic(), request.spec.ttl)
-        record["request"] = request.model_dump(mode="json", exclude_unset=True)
-        record["created"] = time.time()
-        record["secret"] = self._secrets.get(name)
+    async def _start(self, name: str, request: CreateRequest) -> Session:
+        sandbox, record = uuid.uuid4().hex, new_record(name, request, self._secrets.get(name))
         try:
             sock = await self.backend.create(sandbox, request, record)
         except SkyEnvError:
             await self._bury(sandbox)
             raise
-        session = self._sessions[name] = Session(sandbox, sock, record, self.backend, self.group, self.metrics)
+        session = Session(sandbox, sock, record, self.backend, self.group, self.metrics)
         self.group.start_soon(self._serve, session, session.channel)
-        await self._begin(session, request)
+        try:
+            await self._begin(session, request)
+        except SkyEnvError:
+            session.channel.close("the sandbox did not begin")
+            await self._bury(sandbox)
+            raise
+        return session
+
+    async def _claim(self, name: str, request: CreateRequest) -> bool:
+        """Put a warm sandbox behind a client's name, if there is one."""
+        session = self.pools.claim(request)
+        if session is None:
+            return False
+        former, session.name = session.name, name
+        session.record = new_record(name, request, self._secrets.get(name))
+        self.admission.pass_on(former, name)
+        self._sessions[name] = session
+        session.touch()
+        try:
+            await self.backend.note(session.sandbox, session.record)
+        except SandboxError:  # it ended just now
+            await self._destroy(name)
+            return False
+        return True
+
+    async def prefetch(self, wanted: PoolRequest) -> Result:
+        """Have sandboxes of a kind ready soon, and their image; failures are tried again."""
+        request = CreateRequest(**{key: value for key, value in wanted if key in CreateRequest.model_fields})
+        self.pools.want(self.snapshots.resolved(request), wanted.count, wanted.keep)
+        await self._pull("", wanted.image)
+        return Result({"pools": self.pools.describe()})
+
+    async def _warm(self, request: CreateRequest) -> Session:
+        """A sandbox for a pool: it has a place, and a name that no client knows."""
+        name = uuid.uuid4().hex
+        await self.admission.enter(name, wait=False)
+        try:
+            await self._pull(name, request.image)
+            async with self._starts:
+                return await self._start(name, request)
+        except SkyEnvError:
+            self.admission.leave(name)
+            raise
+
+    async def _end_warm(self, session: Session) -> None:
+        session.channel.close("the warm sandbox was not needed")
+        await self._bury(session.sandbox)
+        self.admission.leave(session.name)
+
+    def _has_room(self) -> bool:
+        """Whether a warm sandbox can be made at nobody's cost."""
+        admission = self.admission
+        busy = admission.waiting or self._starts.statistics().tasks_waiting or admission.draining or self._closing
+        return not busy and admission.slots - admission.used > max(1, admission.slots // 16)
 
     async def _begin(self, session: Session, request: CreateRequest) -> None:
         env = self.backend.environment(session.sandbox)
@@ -267,14 +340,14 @@ class Node:
     async def snapshot(self, name: str, wanted: SnapshotParameters) -> Result:
         """Keep a sandbox as it is."""
         with self.metrics.timed("snapshot"):
-            return Result({"snapshot": await snapshots.take(self.session(name), self.backend, wanted)})
+            return Result({"snapshot": await self.snapshots.take(self.session(name), wanted)})
 
     async def rollback(self, name: str, wanted: RollbackParameters) -> Result:
         """Put a new instance that starts from a snapshot behind a sandbox's name; lease and calls stay."""
         session = self.session(name)
-        request = CreateRequest(**(session.record["request"] | {"snapshot": wanted.snapshot}))
+        request = CreateRequest(**(session.record["request"] | {"snapshot": self.snapshots.find(wanted.snapshot)}))
         async with session.alone():
-            await snapshots.refuse_to_end(session, wanted.drop)
+            await refuse_to_end(session, wanted.drop)
             former, sandbox = session.sandbox, uuid.uuid4().hex
             try:
                 sock = await self.backend.create(sandbox, request, session.record)
@@ -303,7 +376,7 @@ class Node:
             url=url,
             instance=instance,
             slots=self.admission.slots,
-            used=self.admission.used,
+            used=self.admission.used - self.pools.ready,
             queued=self.admission.waiting,
             images=self.backend.images(),
             pulling=sorted(self._pulling),
@@ -313,7 +386,7 @@ class Node:
 
     def census(self) -> Census:
         """For the metrics and the overview."""
-        starting = self.admission.used - len(self._sessions)
+        starting = self.admission.used - len(self._sessions) - self.pools.ready
         return Census(
             slots=self.admission.slots,
             used=self.admission.used,
@@ -330,4 +403,5 @@ class Node:
             "max_sandboxes": self.admission.slots,
             "queued": self.admission.waiting,
             "draining": self.admission.draining,
+            "pools": self.pools.describe(),
         }

@@ -21,6 +21,7 @@ import tenacity
 from skyenv.errors import ConfigError, SandboxError, SandboxProtocolError, SandboxUnavailable
 from skyenv.remote.http1 import Answer, Broken, NotSent, Origin, Pool, Request
 from skyenv.remote.protocol import ATTEMPT, KEY, MAX_WAIT, VERSION, VERSION_HEADER, decode_error
+from skyenv.remote.tracing import trace_headers
 
 Method = Literal["GET", "PUT", "POST", "DELETE"]
 Headers = dict[str, str]
@@ -152,7 +153,7 @@ class Sender:
         `timeout` bounds each wait for the server (None: `REQUEST_TIMEOUT`). SandboxUnavailable when it cannot be
         reached, SandboxError when the connection breaks again and again, else what the server said.
         """
-        all_headers = self._headers | headers if headers else self._headers
+        all_headers = {**self._headers, **trace_headers(), **(headers or {})}
         timeout = REQUEST_TIMEOUT if timeout is None else timeout
         try:
             return await self._once(method, path, body, all_headers, timeout)

@@ -246,6 +246,10 @@ class Work:
         with boundary(RewardError, "reward"):
             reward = self._reward(trajectory)
         trajectory.reward = settled(reward, trajectory.stop_reason, self.pipeline.stop_policy)
+        if reward is not None and trajectory.reward is not None and trajectory.reward != reward:
+            terms = trajectory.verdict.get("reward_terms", {"outcome": reward})
+            penalty = {f"stop_{trajectory.stop_reason}": trajectory.reward - reward}
+            trajectory.verdict["reward_terms"] = {**terms, **penalty}
 
     @asynccontextmanager
     async def _env(self, item: Item) -> AsyncIterator[Env]:

@@ -75,12 +75,12 @@ def test_wrong_input_is_one_line_and_status_2(arguments: list[str], expected: st
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 async def test_serve_answers_a_client_and_ends_on_a_signal(ending: signal.Signals, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    token.write_text("a secret\n")
+    token.write_text("a-secret\n")
     command = [PROGRAM, "serve", "--port", "0", "--token-file", token]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         url = next(word for word in server.stdout.readline().split() if word.startswith("http://127.0.0.1:"))
-        async with skyenv.connect(url, "a secret") as client, client.sandbox() as box:
+        async with skyenv.connect(url, "a-secret") as client, client.sandbox() as box:
             assert (await box.exec("echo alive")).output == "alive\n"
         with pytest.raises(skyenv.SkyEnvError, match="token"):
             async with skyenv.connect(url, "wrong") as client, client.sandbox():

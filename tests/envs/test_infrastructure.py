@@ -17,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.conftest import Sandboxes
-from envs.repair import FIX, row, task
+from envs.repair import FIX, GOLD, row, task
 from skyenv.core import Sandbox, SandboxProvider
 from skyenv.envs.swe.env import SWEEnv
 from skyenv.envs.swe.environment import Environments
 from skyenv.envs.swe.extraction import MAX_CHANGED_BYTES, compare
 from skyenv.envs.swe.gitstream import two_commits
 from skyenv.envs.swe.policy import Change, Policy
+from skyenv.envs.swe.progress import Progress
 from skyenv.envs.swe.sources import TreeFile
 from skyenv.envs.swe.validation import validate_task
 from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError
@@ -261,6 +262,32 @@ def test_policy_of_shared_files(path: str, old: bytes, new: bytes | None, droppe
 def test_policy_of_links(path: str, target: str, dropped: bool) -> None:
     change = Change(path, None, TreeFile(target.encode(), 0o120777))
     assert bool(POLICY.select([change]).dropped) is dropped
+
+
+def test_nothing_is_earned_by_doing_it_again() -> None:
+    """Progress is what was reached, in whatever order and however often."""
+    actions = [
+        (ToolCall("execute_bash", {"command": "cat /testbed/calc.py"}), "def add"),
+        (ToolCall("execute_bash", {"command": "python3 t.py"}), "Traceback (most recent call last)"),
+        (ToolCall("str_replace_editor", {"command": "str_replace", "path": "/testbed/calc.py"}), "edited"),
+        (ToolCall("execute_bash", {"command": "python3 t.py"}), "AssertionError"),
+        ({"error": "no call"}, "no call"),
+        ({"name": "finish", "arguments": "none"}, ""),
+    ]
+    once, often = Progress(task()), Progress(task())
+    for action, observation in actions:
+        once.watch(action, observation)
+    for action, observation in actions * 3:
+        often.watch(action, observation)
+    verdict = {"patch": GOLD, "tests": {"a": "failed"}}
+    assert once.milestones(verdict) == often.milestones(verdict)
+    assert once.milestones(verdict) == dict.fromkeys(("viewed", "reproduced", "edited", "imports"), True)
+    late = Progress(task())
+    for action, observation in reversed(actions[:3]):
+        late.watch(action, observation)
+    assert late.milestones({"patch": "", "tests": {"a": "error"}}) == {
+        "viewed": True, "reproduced": False, "edited": False, "imports": False,
+    }  # fmt: skip
 
 
 def test_missing_reference_files_are_named(sandboxes: Sandboxes, tmp_path: Path) -> None:

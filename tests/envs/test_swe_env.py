@@ -196,6 +196,32 @@ def test_rewards(sandboxes: Sandboxes) -> None:
     assert length > 100
 
 
+def test_milestones_are_seen_and_told_by_name(sandboxes: Sandboxes) -> None:
+    """Looking, reproducing, a half fix; then the same without having looked first."""
+    half = "sed -i 's/a - b/abs(a) + abs(b)/' calc.py"
+    scripts = {
+        ("cat calc.py", "python3 -c 'import calc; assert calc.add(2, 3) == 5'", half): {
+            "outcome": 0.0, "viewed": 0.05, "reproduced": 0.05, "edited": 0.1, "imports": 0.1, "fixed": 0.15,
+        },
+        ("ls", half): {
+            "outcome": 0.0, "viewed": 0.05, "reproduced": 0.0, "edited": 0.0, "imports": 0.0, "fixed": 0.0,
+        },
+        (FIX,): {"outcome": 1.0, "viewed": 0.0, "reproduced": 0.0, "edited": 0.0, "imports": 0.0, "fixed": 0.0},
+    }  # fmt: skip
+
+    async def play(provider: SandboxProvider) -> None:
+        for commands, terms in scripts.items():
+            async with SWEEnv([row()], provider, reward="milestones") as env:
+                await env.areset()
+                for command in commands:
+                    await env.astep(bash(command))
+                reward, verdict = await env.aevaluate()
+                assert verdict["reward_terms"] == terms
+                assert reward == pytest.approx(sum(terms.values()))
+
+    sandboxes.run(play)
+
+
 def test_environments_are_prepared_once_and_shared(sandboxes: Sandboxes) -> None:
     setup = ["mkdir -p /opt/made && date +%N > /opt/made/at && export IGNORED=1"]
     tasks = [task(task_id=f"t{n}", environment={"setup": setup, "env": {"GIVEN": "yes"}}) for n in range(3)]

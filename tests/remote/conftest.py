@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import images
 import pytest
-from node_processes import SERVE, SERVE_DOCKER, SERVE_ROOTLESS, served
+import registries
+from node_processes import SERVE, SERVE_DOCKER, SERVE_OCI, SERVE_ROOTLESS, served
 
 DEBIAN, BUSYBOX = "skyenv-test/debian:4", "skyenv-test/busybox:3"
 NO_ENGINE = """no container engine answers at DOCKER_HOST ({host}).
@@ -69,3 +72,32 @@ def url(request: pytest.FixtureRequest) -> str:
     """A node of each backend that has sandboxes of its own, reached over a socket."""
     found: str = request.getfixturevalue(f"{request.param}_url")
     return found
+
+
+@pytest.fixture(scope="session")
+def layouts() -> Iterator[Path]:
+    """OCI layouts `debian` and `busybox` in a directory that every user may read."""
+    writers = {"debian": images.write_debian, "busybox": images.write_busybox}
+    with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
+        top = Path(folder)
+        top.chmod(0o755)
+        for name, write in writers.items():
+            tar = top / "root.tar"
+            write(tar)
+            registries.Built([tar.read_bytes()], "plain").write_layout(top / name)
+            tar.unlink()
+        yield top
+
+
+@pytest.fixture(scope="session")
+def oci_url(layouts: Path) -> Iterator[str]:
+    options = {"image": f"oci:{layouts}/debian", "root": f"{layouts}/store", "paths": [str(layouts)]}
+    with served(SERVE_OCI, json.dumps(options)) as (_process, url):
+        yield url
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "skyenv-test", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)

@@ -55,6 +55,24 @@ config = uvicorn.Config(create_app(backend, token="secret"), log_config=None)
 uvicorn.Server(config).run([listener])
 """
 
+# Arguments: the options of `OciBackend` and of its images as one JSON object; paths are strings.
+SERVE_OCI = """
+import json, socket, sys, uvicorn
+from pathlib import Path
+from skyenv.remote.backends.launching import Home
+from skyenv.remote.backends.oci import OciBackend
+from skyenv.remote.images.settings import ImageSettings
+from skyenv.remote.node import create_app
+given = json.loads(sys.argv[1])
+settings = ImageSettings(root=Path(given["root"]), paths=tuple(map(Path, given["paths"])), attempts=2)
+home = Home(Path(given["state"])) if given.get("state") else None
+backend = OciBackend(given.get("image"), given.get("runtime"), settings, run_as=given.get("run_as"), home=home)
+listener = socket.create_server(("127.0.0.1", given.get("port", 0)))
+print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
+config = uvicorn.Config(create_app(backend, token="secret"), log_config=None)
+uvicorn.Server(config).run([listener])
+"""
+
 
 @contextlib.contextmanager
 def served(code: str, *arguments: str, below: Sequence[str] = ()) -> Iterator[tuple[subprocess.Popen[str], str]]:

@@ -235,3 +235,29 @@ async def test_rootless_limits_without_control_groups(rootless_url: str) -> None
         with pytest.raises(ConfigError, match="disk_bytes"):
             async with client.sandbox(disk_bytes=16 * MiB):
                 pass
+
+
+TRAP = """
+#include <fcntl.h>
+#include <unistd.h>
+__attribute__((constructor)) static void loaded(void) { close(open("/tmp/loaded", O_CREAT | O_WRONLY, 0600)); }
+"""
+ARM = (
+    "sed -i 's/^passwd:.*/passwd: trap files/; s/^group:.*/group: trap files/' /etc/nsswitch.conf;"
+    "for d in /lib/*-linux-gnu; do cp /root/trap.so $d/libnss_trap.so.2 2>/dev/null && exit; done;"
+    "mkdir /opt/trap; cp /root/trap.so /opt/trap/libnss_trap.so.2; echo /opt/trap > /etc/ld.so.conf; ldconfig"
+)
+
+
+async def test_nothing_of_a_sandbox_is_loaded_into_its_init(url: str, tmp_path: Path) -> None:
+    """User databases are looked up in libraries that a file in the sandbox names; file operations look nobody up."""
+    (tmp_path / "trap.c").write_text(TRAP)
+    build = ["gcc", "-shared", "-fPIC", "-o", str(tmp_path / "trap.so"), str(tmp_path / "trap.c")]
+    await anyio.run_process(build)
+    async with connect(url, "secret") as client, client.sandbox() as box:
+        await box.write_file("/root/trap.so", (tmp_path / "trap.so").read_bytes())
+        armed = await box.exec(f"({ARM}); getent passwd 4711; rm /tmp/loaded; echo $?")
+        assert armed.output.endswith("0\n"), armed
+        await box.upload("/root/copy", await box.download("/root", exclude=[".pyenv"]))
+        await box.stat("/root/copy/trap.so")
+        assert (await box.exec("ls /tmp")).output == ""

@@ -297,13 +297,6 @@ async def test_a_full_disk_refuses_and_unused_images_go_first(small_disk: Path) 
         await puller.check_space()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "skyenv-test", str(tmp_path)], check=True)
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
-
-
 async def test_two_processes_share_a_store(tmp_path: Path) -> None:
     """What one holds the other does not collect."""
     Built([UPPER]).write_layout(tmp_path / "layout")

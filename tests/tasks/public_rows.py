@@ -29,7 +29,7 @@ new file mode 100644
 +def test_zero():
 +    assert calc.add(0, 0) == 0
 """
-TEST_CODE = "".join(line[1:] + "\n" for line in TEST_PATCH.splitlines()[6:])
+TEST_CODE = "".join(line[1:] + "\n" for line in TEST_PATCH.splitlines()[5:])
 FAILING, PASSING = "tests/test_calc.py::test_add", "tests/test_calc.py::test_zero"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -129,9 +129,18 @@ REBENCH_V2 = {
     },
     "image_name": "docker.io/swerebenchv2/acme-calc:9-0123456",
 }
+SMITH_BUG = """\
+diff --git a/calc.py b/calc.py
+--- a/calc.py
++++ b/calc.py
+@@ -1,2 +1,2 @@
+ def add(a, b):
+-    return a + b
++    return a - b
+"""
 SWE_SMITH = {
     "instance_id": "acme__calc.01234567.lm_rewrite__abc",
-    "patch": GOLD.replace("-    return a - b", "-    return a * b"),
+    "patch": SMITH_BUG,
     "FAIL_TO_PASS": [FAILING],
     "PASS_TO_PASS": [PASSING],
     "image_name": "swebench/swesmith.x86_64.acme_1776_calc.01234567",
@@ -228,7 +237,8 @@ def write_harbor(folder: Path, **files: str | None) -> Path:
         "instruction.md": "Write hello into greeting.txt\n",
         "environment__Dockerfile": "FROM debian\nWORKDIR /srv/greet\n",
         "solution__solve.sh": "echo hello > greeting.txt\n",
-        "tests__test.sh": "grep -qx hello greeting.txt\necho $((1 - $?)) > /logs/verifier/reward.txt\n",
+        "tests__test.sh": "grep -qx hello greeting.txt && echo 1 > /logs/verifier/reward.txt || "
+        "echo 0 > /logs/verifier/reward.txt\n",
         **files,
     }
     _write(folder, content)
@@ -239,7 +249,7 @@ def write_terminal_bench(folder: Path, **files: str | None) -> Path:
     content: dict[str, str | None] = {
         "task.yaml": "instruction: Write hello into greeting.txt\nparser_name: pytest\nmax_agent_timeout_sec: 360\n"
         "max_test_timeout_sec: 60\ndifficulty: easy\n",
-        "run-tests.sh": 'echo "it\'s run"\npython3 -m pytest -rA $TEST_DIR/test_outputs.py\n',
+        "run-tests.sh": 'echo "it\'s run"\nPATH=/opt/env/bin:$PATH pytest -rA $TEST_DIR/test_outputs.py\n',
         "solution.sh": "echo hello > greeting.txt\n",
         "Dockerfile": "FROM debian\n",
         "docker-compose.yaml": "services: {client: {build: .}}\n",

@@ -6,7 +6,7 @@ outside, frees that sandbox, and judges the patch in a clean one, so that one sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Self
 
@@ -16,13 +16,14 @@ from skyenv.envs.swe.extraction import WorkTree
 from skyenv.envs.swe.grading import grade_work_tree, read_agent
 from skyenv.envs.swe.loading import TaskSet, load_tasks
 from skyenv.envs.swe.machine import grade_machine
+from skyenv.envs.swe.progress import Progress
 from skyenv.envs.swe.prompts import get_preset, task_messages
 from skyenv.envs.swe.tasks import SweTask
 from skyenv.envs.tool_env import ToolEnv
 from skyenv.errors import EnvError
-from skyenv.rewards import reward_function
+from skyenv.rewards import reward_function, reward_terms
 from skyenv.tools import ToolChoice
-from skyenv.types import Message, Trajectory
+from skyenv.types import Message, Step, ToolCall, Trajectory
 
 OpenProvider = Callable[[], AbstractAsyncContextManager[SandboxProvider]]
 
@@ -32,8 +33,9 @@ class SWEEnv(ToolEnv[SweTask]):
 
     `tasks`: a set's name, a path, or a list. `sandbox`: an open provider, which stays its owner's, or a function that
     opens one, entered by `async with` or the first `areset` and left by `aclose`. `reward`: a name of
-    `skyenv.rewards` or a function. `prompt`: a preset of `prompts`. `tools`: what
-    `skyenv.tools.make_tools` takes. `aevaluate` returns the verdict of `grading`.
+    `skyenv.rewards`, weights of milestones or a function; the verdict's `reward_terms` say what it is made of.
+    `prompt`: a preset of `prompts`. `tools`: what `skyenv.tools.make_tools` takes. `aevaluate` returns the verdict of
+    `grading`.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class SWEEnv(ToolEnv[SweTask]):
         tasks: TaskSet = "builtin",
         sandbox: SandboxProvider | OpenProvider | None = None,
         *,
-        reward: str | Reward = "outcome",
+        reward: str | Reward | Mapping[str, float] = "outcome",
         prompt: str = "codeact",
         tools: ToolChoice | Sequence[ToolChoice] = "strict",
         **options: Any,
@@ -54,6 +56,7 @@ class SWEEnv(ToolEnv[SweTask]):
         self._environments: Environments | None = None
         self._opened: SandboxProvider | None = None
         self._left: WorkTree | None = None
+        self._progress: Progress | None = None
 
     def instructions(self, task: SweTask) -> tuple[Message, ...]:
         """The issue, under the chosen preset."""
@@ -62,6 +65,7 @@ class SWEEnv(ToolEnv[SweTask]):
     async def begin(self, task: SweTask, resources: AsyncExitStack) -> Sandbox:
         """A sandbox with the environment, the repository with one commit, and the shell standing in it."""
         self._left = None
+        self._progress = Progress(task)
         environments = await self._connect()
         box = await resources.enter_async_context(environments.open(task))
         if task.whole_machine:
@@ -80,8 +84,7 @@ class SWEEnv(ToolEnv[SweTask]):
             await self.free()
         if self._left is None:
             raise EnvError("the agent's sandbox is gone and was never read")
-        verdict = await grade_work_tree(task, self._left, environments)
-        return self._reward(Trajectory(task.task_id, verdict=verdict)), verdict
+        return self._rewarded(task, await grade_work_tree(task, self._left, environments))
 
     async def _grade_machine(
         self, task: SweTask, sandbox: Sandbox | None, environments: Environments
@@ -90,7 +93,22 @@ class SWEEnv(ToolEnv[SweTask]):
             raise EnvError("the agent's sandbox is gone, and its work with it")
         verdict = await grade_machine(task, sandbox, environments)
         await self.free()
-        return self._reward(Trajectory(task.task_id, verdict=verdict)), verdict
+        return self._rewarded(task, verdict)
+
+    def _rewarded(self, task: SweTask, verdict: dict[str, Any]) -> tuple[float | None, dict[str, Any]]:
+        """The reward, and the verdict with what was achieved on the way and what the reward is made of."""
+        if self._progress is not None:
+            verdict["milestones"] = self._progress.milestones(verdict)
+        trajectory = Trajectory(task.task_id, verdict=verdict)
+        reward = self._reward(trajectory)
+        return reward, {**verdict, "reward_terms": reward_terms(self._reward, trajectory)}
+
+    async def astep(self, action: ToolCall | Mapping[str, Any]) -> Step:
+        """As `ToolEnv.astep`; the rewards that shape are told of each action."""
+        step = await super().astep(action)
+        if self._progress is not None:
+            self._progress.watch(action, step.observation)
+        return step
 
     async def aclose(self) -> None:
         """Free the episode and leave the provider if it was opened here; idempotent."""

@@ -6,9 +6,9 @@ pristine checkout; graded tests are put over it; the runner runs once. Content i
 way. What the patch cannot touch is decided in `policy`, how tests are observed in `runners`.
 
 Verdict: `{"status", "resolved", "reward", "valid_for_training", "resolution", "tests", "patch", "dropped_paths",
-"flags", "seconds", "timings", "digests", "output", "fail_to_pass", "pass_to_pass"}`; `tests` maps each expected id to
-its outcome, `patch` is text whose bytes are `verdict["patch"].encode("utf-8", "surrogateescape")`. Failures of the
-sandbox are a status, never a reward.
+"flags", "seconds", "timings", "digests", "output", "accepted", "fail_to_pass", "pass_to_pass"}`; `tests` maps each
+expected id to its outcome, `patch` is text whose bytes are `verdict["patch"].encode("utf-8", "surrogateescape")`.
+Failures of the sandbox are a status, never a reward.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def _touched(patch: Path, root: Path) -> list[str]:
     """Every path that a patch names, both sides of a rename."""
     listing = git(["apply", "--numstat", "-z", str(patch)], root)
     paths: list[str] = []
-    fields = iter(listing.split(b"\0"))
+    fields = iter(listing.split(b"\0")[:-1])
     for field in fields:
         name = field.split(b"\t", 2)[-1]
         names = [name] if name else [next(fields), next(fields)]

@@ -100,8 +100,9 @@ def _parse_limits(value: object, where: str) -> Mapping[str, float]:
 
 
 def _parse_accept(value: object, where: str) -> Mapping[str, str]:
-    if not isinstance(value, Mapping) or any(outcome not in OUTCOMES for outcome in value.values()):
-        raise ConfigError(f"{where}: must map test ids to one of {', '.join(sorted(OUTCOMES))}")
+    known = sorted({*OUTCOMES, "missing"})
+    if not isinstance(value, Mapping) or any(outcome not in known for outcome in value.values()):
+        raise ConfigError(f"{where}: must map test ids to one of {', '.join(known)}")
     return {str(test): str(outcome) for test, outcome in value.items()}
 
 

@@ -151,7 +151,7 @@ def _faults(grade: Grade, when: str) -> list[str]:
     odd = [flag for flag in grade.flags if flag in ("tests_did_not_finish", "canary", "test_files_changed")]
     if "no_test_ran" in grade.flags and when == _EMPTY:
         return []  # what does not compile without the change has no tests either
-    if grade.status in ("unresolved", "resolved") and not odd and (grade.tests or grade.reward is not None):
+    if grade.status in ("unresolved", "resolved") and not odd:
         return []
     network = " (it asks for a network)" if _NETWORK.search(grade.output) else ""
     return [f"{when}: {_tell(grade)}{network}"]

@@ -76,6 +76,7 @@ class Grade:
                 "environment": self.task.environment.key,
             },
             "output": _ends(self.output),
+            "accepted": {test: outcome for test, outcome in self.task.accept.items() if test in self.expected},
             "fail_to_pass": list(self.task.fail_to_pass),
             "pass_to_pass": list(self.task.pass_to_pass),
         }

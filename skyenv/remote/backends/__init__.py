@@ -18,7 +18,7 @@ from skyenv.types import SandboxStats as Stats
 
 __all__ = ["Backend", "Held", "Record", "Stats", "get"]
 
-CHOICES = "choose 'local', 'docker', 'kubernetes' or 'process' (which isolates nothing)"
+CHOICES = "choose 'local', 'oci', 'docker', 'kubernetes' or 'process' (which isolates nothing)"
 Record = dict[str, Any]
 
 
@@ -117,7 +117,7 @@ def get(name: str, *, image: str | None = None, state: Path | None = None, **opt
 
         kept = {"state": str(state / "snapshots")} if state is not None else {}
         return KubernetesBackend(read_options({"default_image": image} | kept | options))
-    if options:
+    if options and name != "oci" and set(options) - ({"runtime"} if name == "docker" else set()):
         raise ConfigError(f"backend {name!r} has no options, but {', '.join(sorted(options))} was given")
     home = Home(state) if state is not None else None
     if name == "local":
@@ -131,5 +131,10 @@ def get(name: str, *, image: str | None = None, state: Path | None = None, **opt
     if name == "docker":
         from skyenv.remote.backends.docker import DockerBackend
 
-        return DockerBackend(image, home=home)
+        return DockerBackend(image, home=home, **options)
+    if name == "oci":
+        from skyenv.remote.backends.oci import OciBackend
+        from skyenv.remote.images.settings import read_settings
+
+        return OciBackend(image, options.pop("runtime", None), read_settings(options), home=home)
     raise ConfigError(f"backend {name!r} is unknown; {CHOICES}")

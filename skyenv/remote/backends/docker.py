@@ -13,7 +13,6 @@ import logging
 import os
 import platform
 import secrets
-import shutil
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -27,6 +26,7 @@ from skyenv.errors import ConfigError, SandboxUnavailable, SkyEnvError
 from skyenv.remote.backends import Record, engine, launching
 from skyenv.remote.backends.local import DEFAULT_ENV, spec_config
 from skyenv.remote.backends.probe import state_bases
+from skyenv.remote.backends.runtimes import find_sleeper
 from skyenv.remote.inside import cgroups
 from skyenv.remote.protocol import CreateRequest, Spec
 from skyenv.remote.tasks import background_tasks
@@ -41,7 +41,6 @@ TIDY_INTERVAL = 5.0
 CLOSE_TIMEOUT = 30.0
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-_INIT_PLACES = ("/usr/libexec/podman/catatonit", "/usr/libexec/catatonit/catatonit", "/usr/lib/podman/catatonit")
 
 
 class DockerBackend(launching.LauncherBackend):
@@ -74,7 +73,7 @@ class DockerBackend(launching.LauncherBackend):
         """Reach the engine and run a launcher. ConfigError when there is no engine or this user may not join."""
         if os.geteuid():
             raise ConfigError("backend 'docker' joins containers, which needs root; use 'oci' or 'local' without it")
-        self._init = _find_init()
+        self._init = find_sleeper(self.name)
         async with engine.reach() as self._engine:
             info = await self._engine.info()
             self._version = str(info.get("ServerVersion"))
@@ -307,13 +306,6 @@ def _is_dead(lock: Path) -> bool:
         return launching.is_abandoned(lock)
     except FileNotFoundError:
         return True
-
-
-def _find_init() -> str:
-    found = shutil.which("catatonit") or next((path for path in _INIT_PLACES if os.access(path, os.X_OK)), None)
-    if found is None:
-        raise ConfigError("backend 'docker' needs catatonit, a container's sleeping first process: install catatonit")
-    return os.path.realpath(found)
 
 
 def _variables(image: Mapping[str, Any]) -> dict[str, str]:

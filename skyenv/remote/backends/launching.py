@@ -29,7 +29,7 @@ import anyio.to_thread
 from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable
 from skyenv.remote.backends import Held, Record, Stats
 from skyenv.remote.channel import Channel
-from skyenv.remote.inside import doorstep
+from skyenv.remote.inside import contain, doorstep
 from skyenv.remote.inside.cgroups import RECORD, Group, Hierarchy
 from skyenv.remote.inside.wire import Frame
 from skyenv.remote.tasks import background_tasks
@@ -77,6 +77,8 @@ def _sweep_groups(state: Path) -> bool:
     parents = json.loads(record.read_text()) if record.exists() else []
     hierarchies = [Hierarchy(version, parent, tuple(names)) for version, parent, names in parents]
     names = [sandbox.name for sandbox in state.iterdir()]
+    for name in names:
+        contain.end_left(str(state / name))
     removed = [_remove_group(Group.of(hierarchies, name)) for name in names]
     return all(removed)
 

@@ -58,6 +58,7 @@ def spec_config(spec: Spec) -> dict[str, Any]:
         "file_bytes": spec.file_bytes,
         "disk_bytes": spec.disk_bytes,
         "tmpfs_bytes": spec.tmpfs_bytes,
+        "network": spec.network,
         "shells": SHELLS[spec.shell],
     }
 
@@ -144,12 +145,16 @@ class LocalBackend(launching.LauncherBackend):
         """Fork a sandbox. ConfigError for an image or an unknown snapshot."""
         if request.image is not None:
             raise ConfigError(NO_IMAGES)
+        return await self._fork(sandbox, request, record, {"lower": self._lower(sandbox)})
+
+    async def _fork(self, sandbox: str, request: CreateRequest, record: Record, own: dict[str, Any]) -> socket.socket:
+        """`own` is what this kind of sandbox adds to the launcher's request."""
         if request.spec.disk_bytes is not None and not self._stacked:
             raise ConfigError("disk_bytes: only a node that runs as root can limit it; leave it out")
         if request.snapshot is not None and request.snapshot not in self._shells:
             raise ConfigError(f"snapshot {request.snapshot!r} does not exist on this node")
         config = own_config(self._state, sandbox, self._opened().overlay) | spec_config(request.spec)
-        config |= {"number": next(self._numbers), "snapshot": request.snapshot}
+        config |= {"number": next(self._numbers), "snapshot": request.snapshot, **own}
         if request.snapshot is not None and not self._stacked:
             await self._copy(str(self._state / FOLDER / request.snapshot), config["upper"])
         elif not config["lower"]:
@@ -163,11 +168,15 @@ class LocalBackend(launching.LauncherBackend):
         """Kill it and let go of its layers."""
         await self._running.ask({"op": "destroy", "name": sandbox})
 
+    def _lower(self, sandbox: str) -> list[str]:
+        """What a sandbox stands on, below the layers of its snapshot."""
+        lower: list[str] = own_config(self._state, sandbox, self._opened().overlay)["lower"]
+        return lower
+
     async def snapshot(self, sandbox: str, shell: bytes, *, idle: bool = False) -> str:
         """Turn the sandbox's own directory into a layer when it is idle, else copy it into one."""
         name = secrets.token_hex(16)
-        lower = own_config(self._state, sandbox, self._opened().overlay)["lower"]
-        header = {"op": "snapshot", "name": sandbox, "snapshot": name, "idle": idle, "lower": lower}
+        header = {"op": "snapshot", "name": sandbox, "snapshot": name, "idle": idle, "lower": self._lower(sandbox)}
         await self._running.ask(header, payload=shell, timeout=600.0)
         self._shells[name] = shell
         return name

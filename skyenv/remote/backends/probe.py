@@ -117,8 +117,8 @@ def _attempt(mode: Mode, overlay: bool, base: Path, run_as: int | None) -> dict[
         for folder in (state / "skeleton", state / name / "upper"):
             skeleton.build_directories(folder, binds)
         if owner is not None:
-            for folder in (state / name, state / name / "upper"):
-                os.chown(folder, owner, owner)
+            for made, _names, _files in os.walk(state):
+                os.chown(made, owner, owner)
         config = shared_config(state, mode, overlay, binds, run_as) | own_config(state, name, overlay)
         result = subprocess.run(
             launching.command("trial"),
@@ -157,6 +157,7 @@ def shared_config(state: Path, mode: Mode, overlay: bool, binds: Sequence[str], 
         "base_uid": BASE_UID if mode == "root" else None,
         "run_as": run_as,
         "overlay": overlay,
+        "network": "none",
         "binds": list(binds),
         "cgroups": [],
         "run_dir": "/run/skyenv",

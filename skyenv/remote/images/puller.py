@@ -41,7 +41,7 @@ class Pull:
     done: anyio.Event = field(default_factory=anyio.Event)
     arrived: int = 0
     total: int = 0
-    image: Image | None = None
+    complete: bool = False
     error: SkyEnvError | None = None
 
 
@@ -72,6 +72,7 @@ class Puller:
         self._fresh: set[str] = set()
         self._aliases: dict[str, str] = {}
         self._layers: dict[str, anyio.Lock] = {}
+        self._taking = anyio.Lock()
         self._http: httpx.AsyncClient | None = None
         self._group: TaskGroup | None = None
         self.pulls = 0
@@ -111,11 +112,6 @@ class Puller:
                 "(SKYENV_LOCAL_IMAGES)"
             )
 
-    def is_ready(self, text: str) -> bool:
-        """Whether `take` would return at once."""
-        reference = self.parse(text)
-        return self._is_current(reference) and self.store.find(reference) is not None
-
     def _is_current(self, reference: Reference) -> bool:
         return reference.transport == "registry" or str(reference) in self._fresh
 
@@ -126,19 +122,21 @@ class Puller:
         """
         reference = await anyio.to_thread.run_sync(self.parse, text)
         for _attempt in range(3):
-            image = self.store.find(reference) if self._is_current(reference) else None
-            if image is None:
-                image = await self._join(reference)
-            if self.store.hold(image):
-                self._remember(text, reference)
-                return image
+            if self._is_current(reference):
+                async with self._taking:
+                    image = await anyio.to_thread.run_sync(self.store.take, reference)
+                if image is not None:
+                    self._remember(text, reference)
+                    return image
+            await self._join(reference)
         raise SandboxUnavailable(f"image {text} is removed as often as it is pulled", 5.0, reason="disk_full")
 
     def _remember(self, text: str, reference: Reference) -> None:
         if len(self._aliases) < MAX_ALIASES:
             self._aliases[text] = str(reference)
 
-    async def _join(self, reference: Reference) -> Image:
+    async def _join(self, reference: Reference) -> None:
+        """Wait for a pull, which is started unless there is one."""
         if self._group is None:
             raise SandboxUnavailable("the node is closing", reason="closing")
         pull = self._pulls.get(str(reference))
@@ -148,9 +146,8 @@ class Puller:
         await pull.done.wait()
         if pull.error is not None:
             raise pull.error
-        if pull.image is None:
+        if not pull.complete:
             raise SandboxUnavailable(f"the pull of image {reference} was dropped", 1.0, reason="closing")
-        return pull.image
 
     async def _run(self, reference: Reference, pull: Pull) -> None:
         """One pull, whose end everybody who waits hears."""
@@ -158,8 +155,9 @@ class Puller:
         scratch = self.store.scratch()
         try:
             with boundary(SandboxError, f"image {reference}"), anyio.fail_after(self._settings.pull_timeout):
-                pull.image = await self._pull(reference, pull, scratch)
+                await self._pull(reference, pull, scratch)
             self._fresh.add(str(reference))
+            pull.complete = True
         except SkyEnvError as error:
             late = isinstance(error.__cause__, TimeoutError)
             text = f"image {reference} did not arrive in {self._settings.pull_timeout} s ({pull.arrived} bytes did)"
@@ -170,7 +168,7 @@ class Puller:
             scratch.unlink(missing_ok=True)
             pull.done.set()
 
-    async def _pull(self, reference: Reference, pull: Pull, scratch: Path) -> Image:
+    async def _pull(self, reference: Reference, pull: Pull, scratch: Path) -> None:
         await self.check_space()
         source = self._source(reference, scratch)
         manifest = await source.manifest()
@@ -185,7 +183,6 @@ class Puller:
                     group.start_soon(self._layer, job, index)
             image = Image(job.what, manifest.digest, tuple(map(layer_id, config.diff_ids)), config)
             await anyio.to_thread.run_sync(self.store.keep_image, image)
-            return image
         finally:
             for diff_id in job.held:
                 self.store.release_layer(diff_id)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
+
+from skyenv.errors import ConfigError, did_you_mean
 
 
 def default_root() -> Path:
@@ -52,3 +56,20 @@ class ImageSettings:
     max_layer_bytes: int = 64 << 30
     collect_at: float = 0.85
     full_at: float = 0.95
+
+
+def read_settings(values: Mapping[str, Any]) -> ImageSettings:
+    """Settings from a configuration file or a command line. ConfigError naming a key that does not exist."""
+    known = [each.name for each in fields(ImageSettings)]
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"images have no option {key!r}{did_you_mean(key, known)}")
+    found = dict(values)
+    for key in ("root", "docker_config"):
+        if found.get(key) is not None:
+            found[key] = Path(found[key])
+    if "paths" in found:
+        found["paths"] = tuple(map(Path, found["paths"]))
+    if "mirrors" in found:
+        found["mirrors"] = {host: tuple(urls) for host, urls in dict(found["mirrors"]).items()}
+    return ImageSettings(**found)

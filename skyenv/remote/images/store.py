@@ -41,6 +41,13 @@ class Image:
     config: ImageConfig
 
 
+def restore(saved: dict[str, Any]) -> Image:
+    """The opposite of `dataclasses.asdict`, also after JSON."""
+    config = saved["config"]
+    lists = {key: tuple(config[key]) for key in ("diff_ids", "entrypoint", "command")}
+    return Image(saved["reference"], saved["digest"], tuple(saved["layers"]), ImageConfig(**{**config, **lists}))
+
+
 def layer_id(diff_id: str) -> str:
     """A short name, because an overlay's options must fit in one page; the whole digest is checked beside it."""
     return diff_id.removeprefix("sha256:")[:ID_DIGITS]
@@ -120,9 +127,7 @@ class Store:
             found: dict[str, Any] = json.loads(path.read_bytes())
         except (OSError, ValueError):
             return None
-        config = found["config"]
-        lists = {key: tuple(config[key]) for key in ("diff_ids", "entrypoint", "command")}
-        return Image(found["reference"], found["digest"], tuple(found["layers"]), ImageConfig(**{**config, **lists}))
+        return restore(found)
 
     def images(self) -> list[Image]:
         """All complete ones."""
@@ -155,7 +160,8 @@ class Store:
 
     def hold_layer(self, diff_id: str) -> bool:
         """Hold a layer while it is needed; False when it is not there."""
-        return self._has(diff_id) and self._lock(self.layers / f"{layer_id(diff_id)}.json")
+        path = self.layers / f"{layer_id(diff_id)}.json"
+        return (str(path) in self._locks or self._has(diff_id)) and self._lock(path)
 
     def release_layer(self, diff_id: str) -> None:
         """The opposite of `hold_layer` and of what `keep_layer` holds."""
@@ -170,6 +176,11 @@ class Store:
         temporary = self.scratch()
         temporary.write_text(json.dumps(value))
         temporary.rename(path)
+
+    def take(self, reference: Reference) -> Image | None:
+        """`find` and `hold`."""
+        image = self.find(reference)
+        return image if image is not None and self.hold(image) else None
 
     def hold(self, image: Image) -> bool:
         """Use an image: it cannot be collected until as many `release`. False when it is not there any more."""

@@ -61,6 +61,21 @@ def find(proc: str = "/proc/self") -> list[Hierarchy]:
     return unique
 
 
+def everywhere(found: list[Hierarchy], proc: str = "/proc/self") -> tuple[str, list[Hierarchy]]:
+    """For a program that makes a group of one name in every hierarchy: the path to make it in, and all of those.
+
+    Hierarchies that are not among `found` come without controllers: nobody joins them, but they are cleaned up.
+    """
+    mounts = _mounts(f"{proc}/mountinfo")
+    below = "/"
+    for hierarchy in found[:1]:
+        point = max((each[3] for each in mounts if hierarchy.parent.startswith(each[3])), key=len, default="")
+        below = hierarchy.parent.removeprefix(point) or "/"
+    known = {hierarchy.parent for hierarchy in found}
+    places = [(2 if kind == "cgroup2" else 1, f"{point}{below}".rstrip("/")) for kind, _o, _r, point in mounts]
+    return below, [*found, *(Hierarchy(version, path, ()) for version, path in places if path not in known)]
+
+
 def _own_groups(path: str) -> dict[str, str]:
     groups = {}
     with contextlib.suppress(OSError), open(path) as file:
@@ -139,11 +154,13 @@ class Group(NamedTuple):
 
     @staticmethod
     def create(hierarchies: list[Hierarchy], name: str, limits: Limits) -> Group:
-        """Make the directories and set the limits. OSError when the kernel refuses."""
+        """Make the directories, as far as nobody did, and set the limits. OSError when the kernel refuses."""
         made = []
         for hierarchy in hierarchies:
+            if not hierarchy.controllers:
+                continue
             path = f"{hierarchy.parent}/{name}"
-            os.mkdir(path)
+            os.makedirs(path, exist_ok=True)
             made.append((hierarchy, path))
             for file, value in _settings(hierarchy, limits):
                 _write(f"{path}/{file}", value)

@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from . import enter, init, join, kernel
+from . import contain, enter, init, join, kernel
 from .wire import Connection
 
 
@@ -23,7 +23,7 @@ def become_sandbox(request: dict[str, Any], control: int, lifeline: int, report:
         sys.path.clear()  # an import from now on would run what an image has in that place
         try:
             if request["isolated"]:
-                begin = join.start if anchor else enter.start
+                begin = join.start if anchor else contain.start if "container" in request else enter.start
                 begin(request, report, lambda counter: _run_init(sock, line, request, counter))
             else:
                 _start_plain(request, sock, line)
@@ -76,7 +76,7 @@ def prepare_directories(request: dict[str, Any]) -> None:
 
 def remove_tree(path: str) -> None:
     """Remove a tree of any depth and whatever its modes; symlinks are not followed. Missing is fine."""
-    if _run("rm", "-rf", "--", path):
+    if _run("rm", "-rf", "--", path, quiet=True):
         _run("chmod", "-R", "u+rwx", "--", path)
         if _run("rm", "-rf", "--", path):
             raise OSError(f"rm -rf {path} failed")
@@ -91,5 +91,7 @@ def copy_tree(source: str, target: str) -> None:
             raise OSError(f"cp -a {source} {target} ended with status {status}")
 
 
-def _run(*command: str) -> int:
-    return os.spawnvp(os.P_WAIT, command[0], command)
+def _run(*command: str, quiet: bool = False) -> int:
+    silence = [(os.POSIX_SPAWN_OPEN, 2, "/dev/null", os.O_WRONLY, 0)] if quiet else []
+    pid = os.posix_spawnp(command[0], command, os.environ, file_actions=silence)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

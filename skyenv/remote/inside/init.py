@@ -188,7 +188,8 @@ class Init:
             self.shell.environment = header["env"]
             if payload:
                 state.restore(self.shell, payload, header["overrides"])
-            self.shell.spawn()
+            if self.shell.exists:
+                self.shell.spawn()
             self.begun = True
         reply({}, b"")
 

@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 
 from . import enter, kernel
 
-_JOINED = kernel.NEWNS | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWCGROUP
+_JOINED = {
+    "mnt": kernel.NEWNS, "net": kernel.NEWNET, "ipc": kernel.NEWIPC, "uts": kernel.NEWUTS, "cgroup": kernel.NEWCGROUP,
+}  # fmt: skip
 _OWN = kernel.NEWNS | kernel.NEWPID | kernel.NEWCGROUP
 _PROCESSORS = "/sys/devices/system/cpu"
 _IPV6 = "/proc/sys/net/ipv6/conf"
@@ -63,11 +65,12 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
     counter = enter.join_group(config)
     enter.set_affinity(config)
     users = _foreign_users(config["target"])
+    foreign = sum(flag for kind, flag in _JOINED.items() if _is_foreign(config["target"], kind))
     if users is not None and os.geteuid():
-        kernel.enter(anchor, kernel.NEWUSER | _JOINED)
+        kernel.enter(anchor, kernel.NEWUSER | foreign)
         users = None
     else:
-        kernel.enter(anchor, _JOINED)
+        kernel.enter(anchor, foreign)
     kernel.unshare(_OWN)
     reader, writer = os.pipe()
     pid = os.fork()
@@ -81,7 +84,8 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
     _mount_own(config)
     _become_root(users)
     enter.give_up_privileges(config)
-    _check_shell(config["shells"])
+    if config.get("shell_needed", True) or any(os.access(path, os.X_OK) for path in (*config["shells"], "/bin/sh")):
+        _check_shell(config["shells"])
     os.write(writer, b"1")
     os.close(writer)
     become_init(counter)
@@ -89,13 +93,19 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
 
 def _foreign_users(pid: int) -> int | None:
     """The container's user namespace, if it has one of its own."""
-    if os.stat(f"/proc/{pid}/ns/user").st_ino == os.stat("/proc/self/ns/user").st_ino:
+    if not _is_foreign(pid, "user"):
         return None
     return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
 
 
+def _is_foreign(pid: int, kind: str) -> bool:
+    """Whether a process has another namespace of this kind; one's own may be one that nobody here may enter."""
+    return os.stat(f"/proc/{pid}/ns/{kind}").st_ino != os.stat(f"/proc/self/ns/{kind}").st_ino
+
+
 def _mount_own(config: dict[str, Any]) -> None:
     """Mounts that only the init and what it starts see. Nothing of an image runs yet; its links stay inside."""
+    owner = config["base_uid"] or 0
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.restrict_mount("/", kernel.ATTR_NODEV, below=False)
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -105,11 +115,11 @@ def _mount_own(config: dict[str, Any]) -> None:
         # A mount point of this namespace cannot be removed, unlike the engine's device file.
         kernel.bind(f"/dev/{name}", f"/dev/{name}")
     if os.path.isdir(_PROCESSORS):
-        enter.mount_tmpfs(_PROCESSORS, 0, 0o755, 65536)
+        enter.mount_tmpfs(_PROCESSORS, owner, 0o755, 65536)
         enter.tell_processors(_PROCESSORS)
         kernel.restrict_mount(_PROCESSORS, kernel.ATTR_RDONLY)
     os.makedirs(config["run_dir"], exist_ok=True)
-    enter.mount_tmpfs(config["run_dir"], 0, 0o711, config["tmpfs_bytes"])
+    enter.mount_tmpfs(config["run_dir"], owner, 0o711, config["tmpfs_bytes"])
 
 
 def _raise_network() -> None:

@@ -341,13 +341,16 @@ class Launcher:
             self._died(name)
             return
         (reader, asker), held.starting = held.starting, None
-        text = os.read(reader, 64)
+        container, _space, pid = os.read(reader, 64).decode().rpartition(" ")
         os.close(reader)
-        if not text:
+        if container:
+            with contextlib.suppress(OSError):
+                held.anchor = join.anchor_of({"target": int(container), "sign": name})
+        if not pid:
             self._died(name)
             self._reply(asker, {"error": "the sandbox could not be set up"})
             return
-        held.pid = int(text)
+        held.pid = int(pid)
         self.pids[held.pid] = name
         if held.doomed:
             os.kill(held.pid, signal.SIGKILL)

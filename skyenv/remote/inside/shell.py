@@ -9,6 +9,7 @@ holds the call nor mixes into the next result. A shell that goes away is replace
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import select
@@ -70,6 +71,11 @@ class Shell:
         self._record = bytearray()
         self._count = 0
         self._draining: set[int] = set()
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a program to start; an image may have none."""
+        return os.access(self.program, os.X_OK)
 
     def spawn(self) -> None:
         """Start the shell where the last one was. OSError when no process can be had."""
@@ -144,6 +150,8 @@ class Shell:
 
     def start(self, request: dict[str, Any], command: bytes, reply: Reply) -> None:
         """Give the shell a command. OSError when the sandbox is too broken to take one."""
+        if not self.exists:
+            raise FileNotFoundError(errno.ENOENT, "there is no shell", self.program)
         running = Running(request, reply)
         prepare = self._prepare_terminal if request["terminal"] else self._prepare
         try:

@@ -13,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -20,6 +21,7 @@ import time
 from typing import Any, NamedTuple
 
 from . import archive, processes
+from .scripts import BASH_LINE, BASH_SAVE, SETTLE, SH_LINE, SH_SAVE, bash_takeover, sh_takeover
 from .shell import READ, STATUS_FD, Shell
 
 DEADLINE = 5.0
@@ -34,78 +36,12 @@ KNOWN_DEVICES = frozenset(
 )
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 
-# The shell's own, or made up anew by each shell; RANDOM must not repeat itself in siblings.
-_OWN_VARIABLES = (
-    "BASH|BASHOPTS|BASHPID|BASH_ALIASES|BASH_ARGC|BASH_ARGV|BASH_ARGV0|BASH_CMDS|BASH_COMMAND|"
-    "BASH_EXECUTION_STRING|BASH_LINENO|BASH_SOURCE|BASH_SUBSHELL|BASH_VERSINFO|BASH_VERSION|BASH_XTRACEFD|"
-    "COMP_WORDBREAKS|DIRSTACK|EPOCHREALTIME|EPOCHSECONDS|EUID|FUNCNAME|GROUPS|HISTCMD|HOSTTYPE|LINENO|"
-    "MACHTYPE|OSTYPE|PIPESTATUS|POSIXLY_CORRECT|PPID|RANDOM|SECONDS|SHELLOPTS|SRANDOM|UID|_|__status"
+_PLAIN_OPTIONS = frozenset(
+    b"allexport braceexpand errexit errtrace functrace hashall interactive-comments noclobber noglob nounset "
+    b"pipefail verbose xtrace".split()
 )
-# What a fresh bash defines by itself.
-_DEFAULT_VARIABLES = ["HOSTNAME", "IFS", "OLDPWD", "OPTERR", "OPTIND", "PATH", "PS4", "PWD", "SHELL", "SHLVL", "TERM"]
-_PREFIXES = " ".join(f'"${{!{letter}@}}"' for letter in "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-
-# In POSIX mode special builtins come before functions, so these words mean what they say whatever the session defined.
-# Both halves run in a copy of the shell, which may undefine what is in the way; only it and the session's own shell
-# write to the descriptor. `if` keeps a `set -e` from ending the session.
-_BASH_LINE = (
-    "if ( __skyenv_set=$SHELLOPTS __skyenv_shopt=$BASHOPTS; POSIXLY_CORRECT=y; \\. {dir}/save ) 2>/dev/null; "
-    "then __status=0; else __status=1; fi; "
-    "if ( POSIXLY_CORRECT=y; \\unset -f declare printf; \\printf 'f:builtin\\0' >&9; \\declare -f builtin >&9; "
-    "\\printf '\\0' >&9 ) 2>/dev/null; then __status=0; else __status=1; fi; \\printf 'end\\0' >&9\n"
-)
-_BASH_SAVE = f"""\\unset -f builtin
-\\builtin printf 'traps\\0' >&9; \\builtin trap >&9; \\builtin printf '\\0' >&9
-\\builtin trap - DEBUG ERR RETURN EXIT
-\\set +euxvfC
-\\exec >&9
-\\builtin set +o posix
-\\builtin printf 'disabled\\0'; \\builtin enable -n; \\builtin printf '\\0'
-\\builtin enable alias declare export mapfile umask unalias
-\\builtin printf 'aliases\\0'; \\builtin alias -p; \\builtin printf '\\0'
-\\builtin unalias -a
-\\builtin printf 'set\\0%s\\0shopt\\0%s\\0' "$__skyenv_set" "$__skyenv_shopt"
-\\builtin printf 'umask\\0'; \\builtin umask; \\builtin printf '\\0'
-\\builtin printf 'exports\\0'; \\builtin export -p; \\builtin printf '\\0'
-\\builtin printf 'parameters\\0'; [[ $# = 0 ]] || \\builtin printf '%q ' "$@"; \\builtin printf '\\0'
-\\builtin printf 'directories\\0'; [[ ${{#DIRSTACK[@]}} -le 1 ]] || \\builtin printf '%q ' "${{DIRSTACK[@]:1}}"
-\\builtin printf '\\0'
-for __skyenv_name in {_PREFIXES}; do
-  case $__skyenv_name in {_OWN_VARIABLES}|__skyenv_*) ;; *)
-    \\builtin printf 'v:%s\\0' "$__skyenv_name"; \\builtin declare -p -- "$__skyenv_name"; \\builtin printf '\\0';;
-  esac
-done
-\\builtin declare -F >| {{dir}}/names
-\\builtin mapfile -t __skyenv_names < {{dir}}/names
-for __skyenv_name in "${{__skyenv_names[@]}}"; do
-  \\builtin printf 'F:%s\\0%s\\0f:%s\\0' "${{__skyenv_name##* }}" "$__skyenv_name" "${{__skyenv_name##* }}"
-  \\builtin declare -f -- "${{__skyenv_name##* }}"; \\builtin printf '\\0'
-done
-"""
-# A subshell of a POSIX shell may have forgotten the traps, so the session's own shell lists those.
-_SH_LINE = (
-    "\\printf 'traps\\0' >&9; \\trap >&9; \\printf '\\0' >&9; "
-    "if ( \\. {dir}/save ) 2>/dev/null; then __status=0; else __status=1; fi; \\printf 'end\\0' >&9\n"
-)
-_SH_SAVE = """\\unset -f printf umask alias
-exec >&9
-\\printf 'options\\0'; \\set +o; \\printf '\\0umask\\0'; \\umask; \\printf '\\0exports\\0'; \\export -p
-\\printf '\\0readonly\\0'; \\readonly -p; \\printf '\\0aliases\\0'; \\alias; \\printf '\\0variables\\0'; \\set
-\\printf '\\0'
-"""
-_USED_WORDS = frozenset(b"builtin declare printf unset export set shopt trap umask cd pushd alias enable : . [".split())
-_ARRIVE = """if [[ $PWD -ef . ]]; then
-  __skyenv_old=${OLDPWD-}; \\builtin cd -- "$PWD"; OLDPWD=$__skyenv_old; \\builtin unset __skyenv_old
-fi
-"""
-# A session may have a function called cd.
-_SETTLE = (
-    '__skyenv_old=${{OLDPWD-}}; \\{word} cd -- "$PWD" 2>/dev/null || \\{word} cd -- {folder} || __status=1; '
-    "OLDPWD=$__skyenv_old; \\unset -v __skyenv_old; \\printf '\\0end\\0' >&9\n"
-)
-_SH_ARRIVE = (
-    '__skyenv_old=${OLDPWD-}; case $PWD in /*) cd -- "$PWD" ;; esac; OLDPWD=$__skyenv_old; unset __skyenv_old\n'
-)
+_PLAIN_PARTS = (b"traps", b"exports", b"umask", b"parameters", b"shopt")
+_PLAIN_VARIABLE = re.compile(rb"declare -[-xiraA]+ [^ =]+(=|$)")
 
 
 class Saved(NamedTuple):
@@ -172,7 +108,7 @@ def save(shell: Shell, private_root: bool) -> Saved:
     if parts is None:
         lost.append("the state of the shell, which does not tell it")
     else:
-        head, rest = _bash_script(parts, traps=True) if bash else _sh_script(parts)
+        head, rest = bash_takeover(parts, traps=True) if bash else sh_takeover(parts)
         lost += _losses(shell, parts, bash)
         texts = {"head": head, "rest": rest, "exports": parts[b"exports"]}
         state |= {key: text.decode("latin-1") for key, text in texts.items()}
@@ -185,7 +121,7 @@ def save(shell: Shell, private_root: bool) -> Saved:
 
 def _ask(shell: Shell, bash: bool) -> dict[bytes, bytes] | None:
     """Have an idle shell tell its state: names and values. None when it does not."""
-    script, line = (_BASH_SAVE, _BASH_LINE) if bash else (_SH_SAVE, _SH_LINE)
+    script, line = (BASH_SAVE, BASH_LINE) if bash else (SH_SAVE, SH_LINE)
     try:
         if not shell.pid:
             shell.spawn()
@@ -218,65 +154,13 @@ def _converse(shell: Shell, line: bytes) -> bytes:
     return bytes(told)
 
 
-def _bash_script(parts: dict[bytes, bytes], *, traps: bool) -> tuple[bytes, bytes]:
-    """What makes a fresh bash tell the same: up to its variables, and the rest.
-
-    Words that a function of the session could stand for are used before any function exists.
-    """
-    variables = [value for key, value in parts.items() if key.startswith(b"v:")]
-    absent = [name.encode() for name in _DEFAULT_VARIABLES if b"v:" + name.encode() not in parts]
-    shadows: list[bytes] = []
-    functions: list[bytes] = []
-    for key, value in parts.items():
-        kind, _colon, name = key.partition(b":")
-        if kind in (b"f", b"F") and value and key != b"F:builtin":
-            text = b"\\builtin " + value + b"\n" if kind == b"F" else value
-            (shadows if name in _USED_WORDS else functions).append(text)
-    parameters, directories = parts[b"parameters"].strip(), parts[b"directories"].split()
-    head = [b"\\shopt -u ${BASHOPTS//:/ }\n\\shopt -s extglob\n", *variables]
-    head += [b"\\unset -v %s\n" % name for name in absent]
-    rest = [_ARRIVE.encode(), b"\\umask ", parts[b"umask"]]
-    rest += [b"\\set -- ", parameters, b"\n"] if parameters else []
-    rest += [b"\\builtin pushd -n -- %s\n" % folder for folder in reversed(directories)]
-    rest += [*sorted(functions, key=_is_attribute), parts[b"aliases"], parts[b"traps"] if traps else b""]
-    # One command, so that it is parsed before any option, alias or function of it has an effect.
-    last = [_options(parts), parts[b"disabled"], *sorted(shadows, key=_is_attribute)]
-    rest += [b"{\n", *sorted(last, key=_defines_builtin), b"}\n"]
-    return b"".join(head), b"".join(rest)
-
-
-def _is_attribute(text: bytes) -> bool:
-    return text.startswith(b"\\builtin ")
-
-
-def _defines_builtin(text: bytes) -> bool:
-    return text.startswith(b"builtin ")
-
-
-def _options(parts: dict[bytes, bytes]) -> bytes:
-    """Turn every option on or off; those that change what the next lines do come last."""
-    wanted, shopts = parts[b"set"].split(b":"), parts[b"shopt"].split(b":")
-    late = [name for name in (b"allexport", b"nounset", b"xtrace", b"verbose", b"errexit", b"posix") if name in wanted]
-    off = [name for name in (b"braceexpand", b"hashall", b"interactive-comments") if name not in wanted]
-    lines = [] if b"extglob" in shopts else [b"\\builtin shopt -u extglob\n"]
-    lines += [b"\\builtin shopt -s %s\n" % name for name in shopts if name]
-    lines += [b"\\builtin set +o %s\n" % name for name in off]
-    lines += [b"\\builtin set -o %s\n" % name for name in wanted if name and name not in late]
-    lines += [b"\\builtin set -o %s\n" % name for name in late]
-    return b"".join(lines)
-
-
-def _sh_script(parts: dict[bytes, bytes]) -> tuple[bytes, bytes]:
-    """The same for a POSIX shell."""
-    rest = [_SH_ARRIVE.encode(), b"umask " + parts[b"umask"], parts[b"traps"], parts[b"readonly"], parts[b"options"]]
-    return parts[b"variables"] + b"\n" + parts[b"exports"], b"\n".join(rest) + b"\n"
-
-
 def _losses(shell: Shell, parts: dict[bytes, bytes], bash: bool) -> list[str]:
     """What a second shell that takes the state over does not tell back."""
+    if bash and _is_plain(parts):
+        return []
     told: dict[bytes, bytes] | None = None
     with contextlib.suppress(OSError):
-        script = b"".join(_bash_script(parts, traps=False) if bash else _sh_script(parts))
+        script = b"".join(bash_takeover(parts, traps=False) if bash else sh_takeover(parts))
         trial = twin(shell, script)
         try:
             told = _ask(trial, bash)
@@ -290,6 +174,20 @@ def _losses(shell: Shell, parts: dict[bytes, bytes], bash: bool) -> list[str]:
     compared = parts.keys() | told.keys() if bash else {b"exports", b"options", b"umask", b"aliases"}
     different = {_in_words(key) for key in compared - {b"traps", b"exports"} if parts.get(key) != told.get(key)}
     return sorted(different)
+
+
+def _is_plain(parts: dict[bytes, bytes]) -> bool:
+    """Whether there is nothing but what bash is known to tell as it reads it: simple variables and options."""
+    for key, value in parts.items():
+        if key == b"set":
+            plain = _PLAIN_OPTIONS.issuperset(value.split(b":"))
+        elif key.startswith(b"v:"):
+            plain = _PLAIN_VARIABLE.match(value) is not None
+        else:
+            plain = key in _PLAIN_PARTS or not value
+        if not plain:
+            return False
+    return True
 
 
 def twin(shell: Shell, script: bytes) -> Shell:
@@ -376,7 +274,7 @@ def settle(shell: Shell) -> None:
         return
     folder = _quoted(shell.cwd).decode(errors="surrogateescape")
     for word in ("command", "builtin"):
-        line = _SETTLE.format(word=word, folder=folder).encode(errors="surrogateescape")
+        line = SETTLE.format(word=word, folder=folder).encode(errors="surrogateescape")
         with contextlib.suppress(OSError):
             _converse(shell, line)
             if _place(f"/proc/{shell.pid}/cwd") == _place(shell.cwd):

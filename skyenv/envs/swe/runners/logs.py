@@ -20,7 +20,7 @@ _WORDS = {
 }  # fmt: skip
 _ANY_WORD = "|".join(_WORDS)
 _PYTEST_FIRST = re.compile(rf"({_ANY_WORD})\s+(\S.*)")
-_PYTEST_LAST = re.compile(rf"(\S+::\S.*?)\s+({_ANY_WORD})(?:\s+\[.*)?\s*")
+_PYTEST_LAST = re.compile(rf"(\S+::\S.*?)\s+({_ANY_WORD})(?:\s+\(.*\))?(?:\s+\[.*)?\s*")
 _LOGGED = re.compile(r"\s{2,}\S+:\S+:\d+")
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyenv.core import Sandbox
-from skyenv.envs.swe.runners import Job, Report, escape, merge, read_events
+from skyenv.envs.swe.runners import Job, Report, escape, read_events
 from skyenv.envs.swe.runners.command import with_files
 from skyenv.envs.swe.runners.logs import parse_log
 from skyenv.types import ExecResult
@@ -66,11 +66,12 @@ class PytestRunner:
         report = await read_events(job, box)
         if result.truncated or not report.canary:
             return report
-        printed = merge((_start(test_id), outcome) for test_id, outcome in parse_log("pytest", result.output))
-        if not any(job.canary.owns(test_id) for test_id in printed):
+        printed = [(_start(test_id), outcome) for test_id, outcome in parse_log("pytest", result.output)]
+        if not any(job.canary.owns(test_id) for test_id, _ in printed):
             return report
         passed = {_start(test_id) for test_id, outcome in report.outcomes.items() if outcome == "passed"}
-        return replace(report, canary=all(test_id in printed for test_id in passed))
+        said = {test_id for test_id, outcome in printed if outcome == "passed"}
+        return replace(report, canary=passed <= said)
 
 
 def _start(test_id: str) -> str:

@@ -52,11 +52,12 @@ _events = _start()
 
 
 def _outcome(report: "pytest.TestReport") -> str:
+    """An attempt that a plugin will repeat is a failure: a test that passes in the end only is not reliable."""
     if hasattr(report, "wasxfail"):
         return {"skipped": "xfailed", "passed": "xpassed"}.get(report.outcome, "failed")
     if report.failed and report.when != "call":
         return "error"
-    return report.outcome
+    return report.outcome if report.outcome in ("passed", "failed", "skipped") else "failed"
 
 
 @pytest.hookimpl(tryfirst=True)
