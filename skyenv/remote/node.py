@@ -204,7 +204,7 @@ async def _delete(request: Request) -> Response:
 async def _drain(request: Request) -> Response:
     """Take no new sandboxes; with `wait`, answer once the last one is gone or after so many seconds."""
     node, query = _node(request), query_of(request)
-    node.admission.drain()
+    await node.drain()
     await node.admission.emptied(_seconds(query, 0.0))
     return JSONResponse({"draining": True, "sandboxes": node.admission.used})
 

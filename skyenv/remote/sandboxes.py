@@ -370,6 +370,12 @@ class Node:
                 session.touch()
         return lost
 
+    async def drain(self) -> None:
+        """Take no new sandboxes, and end those that nobody has asked for yet."""
+        self.admission.drain()
+        while self.pools.ready:
+            await self.pools.make_room()
+
     def report(self, instance: str, url: str) -> NodeReport:
         """For heartbeats: what this node, which is reached at `url`, has and takes."""
         return NodeReport(

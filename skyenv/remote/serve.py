@@ -165,5 +165,6 @@ class _Ending:
     async def run(self) -> None:
         """End the node once it is drained, or when that takes too long."""
         await self._draining.wait()
+        await self._node.drain()
         await self._node.admission.emptied(self._drain_timeout)
         self._end()
