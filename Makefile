@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test check bench bench-sandbox clean
+.PHONY: install demo test check bench chaos bench-sandbox clean
 
 install: $(STAMP)
 
@@ -31,6 +31,11 @@ bench: install
 # Beside peers: SWE-ReX in an environment of its own, and docker where an engine answers or can be started.
 bench-sandbox: install
 	.ci/services $(BIN)/python benchmarks/sandbox.py --swerex $(VENV)/swerex --install-swerex --json $(ARGS)
+
+# Kills gateways, nodes, clients and sandboxes at random, for half an hour or so. SEED=1 makes other choices.
+chaos: install
+	SKYENV_CHAOS_KILLS=$(or $(KILLS),200) SKYENV_CHAOS_CYCLES=$(or $(CYCLES),1000) SKYENV_CHAOS_SEED=$(or $(SEED),0) \
+		$(BIN)/python -m pytest tests/remote/test_chaos.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache

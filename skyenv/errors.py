@@ -11,6 +11,7 @@ infrastructure raises, and what it raises is one of these types, so that a failu
      |   +- DeadlineExceeded      a stage, the wait for its slot, or a whole trajectory took too long
      +- SourceUnavailable     the files of a task cannot be fetched now
      +- EngineError           the inference server failed (a full context is a StopReason, not an error)
+     |   +- EngineUnavailable     it cannot be reached, turned the request away or broke off: another one may answer
      +- EnvError              a bug of an environment's or a tool's author
      |   +- NotCarried            a snapshot or rollback would leave something of a session behind
      +- RewardError           the grader failed (not: the tests failed)
@@ -74,6 +75,10 @@ class SourceUnavailable(SkyEnvError):
 
 class EngineError(SkyEnvError):
     """The inference server failed or answered nonsense."""
+
+
+class EngineUnavailable(EngineError):
+    """The server cannot be reached, turns requests away or broke off; nothing of the request is kept there."""
 
 
 class EnvError(SkyEnvError):

@@ -92,7 +92,7 @@ class Completion:
 
     `token_ids` and `logprobs` have equal length and are exactly what was sampled; both are empty when the server
     returns text only, and then `text` is all there is and the trajectory is not exact. `calls` are those that such a
-    server reports beside its text.
+    server reports beside its text. `cached_tokens` of the prompt were in the server's prefix cache (None: not told).
     """
 
     text: str
@@ -102,6 +102,7 @@ class Completion:
     policy_version: int = 0
     seconds: float = 0.0
     calls: tuple[NativeCall, ...] = ()
+    cached_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -70,7 +70,10 @@ def vllm_answer(body: Any) -> Completion:
     choice = _part(body, "choices", 0)
     ids = _ids(_part(choice, "token_ids"), "choices[0].token_ids")
     logprobs = _logprobs(_part(choice, "logprobs", "token_logprobs"), "choices[0].logprobs.token_logprobs")
-    return _completion(_text(choice, "text"), ids, logprobs, _part(choice, "finish_reason"))
+    completion = _completion(_text(choice, "text"), ids, logprobs, _part(choice, "finish_reason"))
+    usage = body.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    return replace(completion, cached_tokens=_count(details, "cached_tokens"))
 
 
 def sglang_body(request: Request) -> dict[str, Any]:
@@ -118,7 +121,8 @@ def sglang_answer(body: Any) -> Completion:
             f"the server aborted the generation: {meta['finish_reason'].get('message', 'no reason given')}"
         )
     version = str(meta.get("weight_version", ""))
-    return _completion(_text(body, "text"), ids, logprobs, reason, int(version) if version.isdecimal() else 0)
+    completion = _completion(_text(body, "text"), ids, logprobs, reason, int(version) if version.isdecimal() else 0)
+    return replace(completion, cached_tokens=_count(meta, "cached_tokens"))
 
 
 def chat_body(request: Request) -> dict[str, Any]:
@@ -223,6 +227,12 @@ def _text(value: Any, key: str) -> str:
     if not isinstance(text, str):
         raise EngineError(f"the answer's {key} is not text")
     return text
+
+
+def _count(value: Any, key: str) -> int | None:
+    """A number that a server may tell; nothing when it does not, or tells something else."""
+    count = value.get(key) if isinstance(value, dict) else None
+    return count if type(count) is int and count >= 0 else None
 
 
 def _ids(values: Any, where: str) -> tuple[int, ...]:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -23,7 +23,7 @@ import httpx
 import tenacity
 
 from skyenv.engines.dialects import DIALECTS, Flavour, Request
-from skyenv.errors import ConfigError, EngineError, ResetNeeded, boundary
+from skyenv.errors import ConfigError, EngineError, EngineUnavailable, ResetNeeded, boundary
 from skyenv.types import Completion, Message, SamplingParams
 
 API_KEY = "OPENAI_API_KEY"
@@ -31,7 +31,7 @@ ABORT_DEADLINE = 5.0
 RETRIED_STATUS = frozenset({429, 503})
 
 
-class _Busy(EngineError):
+class _Busy(EngineUnavailable):
     """Worth another try; `retry_after` seconds when the server said so."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
@@ -70,6 +70,20 @@ class OpenAIEngine:
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.opened_later())
+            await self.known()
+            self._open = stack.pop_all()
+        return self
+
+    @property
+    def url(self) -> str:
+        """Where the server is, without `/v1`."""
+        return self._url
+
+    @asynccontextmanager
+    async def opened_later(self) -> AsyncIterator[Self]:
+        """As `async with` on the engine, but the server need not answer yet; call `known` before `generate`."""
         key = os.environ.get(API_KEY)
         client = httpx.AsyncClient(
             base_url=self._url,
@@ -78,17 +92,20 @@ class OpenAIEngine:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             transport=self._transport,
         )
-        async with AsyncExitStack() as stack:
-            self._client = await stack.enter_async_context(client)
-            if self.flavour == "auto" or not self.model:
-                await self._ask_model()
-            self._open = stack.pop_all()
-        return self
+        async with client as self._client:
+            try:
+                yield self
+            finally:
+                self._client = None
+
+    async def known(self) -> None:
+        """Ask the server what it is and which model it serves, where that was left open. Raises EngineError."""
+        if self.flavour == "auto" or not self.model:
+            await self._ask_model()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._client = None
         with anyio.CancelScope(shield=True):
             await self._open.aclose()
 
@@ -118,6 +135,19 @@ class OpenAIEngine:
             policy_version=completion.policy_version or version,
             seconds=anyio.current_time() - started,
         )
+
+    async def healthy(self, timeout: float = 2.0) -> bool:
+        """Whether the server answers `/health`, or `/v1/models` where it has no such page, within `timeout` seconds."""
+        if self._client is None:
+            raise ResetNeeded("OpenAIEngine: use it inside `async with`")
+        for path in ("/health", "/v1/models"):
+            try:
+                response = await self._client.get(path, timeout=timeout)
+            except httpx.HTTPError:
+                return False
+            if response.status_code != 404:
+                return response.status_code == 200
+        return False
 
     async def _ask_model(self) -> None:
         """Fill in flavour and model from what the server serves."""
@@ -152,9 +182,9 @@ class OpenAIEngine:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
             raise _Busy(f"{self._url} cannot be reached: {error}") from error
         except httpx.TimeoutException as error:
-            raise EngineError(f"{self._url}{path} did not answer within {self._timeout:g} s") from error
+            raise EngineUnavailable(f"{self._url}{path} did not answer within {self._timeout:g} s") from error
         except httpx.HTTPError as error:
-            raise EngineError(f"{self._url}{path}: {type(error).__name__}: {error}") from error
+            raise EngineUnavailable(f"{self._url}{path}: {type(error).__name__}: {error}") from error
         return self._read(response)
 
     def _read(self, response: httpx.Response) -> Any:
@@ -164,7 +194,8 @@ class OpenAIEngine:
         if response.status_code in (401, 403):
             raise EngineError(f"{where} answered {response.status_code}: set {API_KEY} to a valid key")
         if response.status_code != 200:
-            raise EngineError(f"{where} answered {response.status_code}: {_excerpt(response)}")
+            kind = EngineUnavailable if response.status_code >= 500 else EngineError
+            raise kind(f"{where} answered {response.status_code}: {_excerpt(response)}")
         with boundary(EngineError, f"{where} answered no JSON: {_excerpt(response)}"):
             return response.json()
 

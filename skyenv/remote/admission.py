@@ -134,5 +134,9 @@ class Admission:
 
 
 def _share_used(path: Path) -> float:
-    status = os.statvfs(path)
-    return 1.0 - status.f_bavail / max(1, status.f_blocks)
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return 0.0  # not made yet
+    used = status.f_blocks - status.f_bfree
+    return used / max(1, used + status.f_bavail)

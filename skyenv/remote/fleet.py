@@ -57,6 +57,12 @@ class Fleet:
     forget: float = FORGET
     started: float = field(default_factory=anyio.current_time)
     _members: dict[str, Member] = field(default_factory=dict)
+    _left: set[str] = field(default_factory=set)
+
+    @property
+    def interval(self) -> float:
+        """How often nodes should send heartbeats."""
+        return min(INTERVAL, self.silence / 3)
 
     def report(self, name: str, report: NodeReport) -> None:
         """Take a heartbeat. SandboxProtocolError while another living node has the name.
@@ -70,14 +76,15 @@ class Fleet:
             message = f"another node called {name!r} is at {known.report.url}; choose another --name"
             raise SandboxProtocolError(message, reason="name_taken")
         seats = Seats(name, report.slots, report.used, report.queued, frozenset(report.images))
+        self._left.discard(name)
         self._members[name] = Member(name, origin_of(report.url), report, seats, now)
 
     def leave(self, name: str, instance: str) -> None:
         """A node says goodbye: what it had is gone. Ignored from anybody but that node."""
         known = self._members.get(name)
         if known is not None and known.report.instance == instance:
-            known.seen = -self.forget
-            self._expire()
+            del self._members[name]
+            self._left.add(name)
 
     def _answers(self, member: Member, now: float) -> bool:
         return not member.suspect and now - member.seen < self.silence
@@ -93,7 +100,7 @@ class Fleet:
         member = self._members.get(name)
         if member is not None:
             return member
-        if anyio.current_time() - self.started < self.forget:
+        if name not in self._left and anyio.current_time() - self.started < self.forget:
             raise SandboxUnavailable(f"node {name!r} has not been heard of yet", 1.0, reason="node_unknown")
         raise SandboxLost(f"node {name!r} is gone, and its sandboxes with it", reason="node_lost")
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError, SandboxUnavailable, SkyEnvError
 from skyenv.remote.answers import error_answer, names_in, query_of, success
-from skyenv.remote.fleet import INTERVAL, Fleet, Member
+from skyenv.remote.fleet import Fleet, Member
 from skyenv.remote.http1 import Answer, Broken, Header, Pool
 from skyenv.remote.metrics import CONTENT_TYPE, Metrics
 from skyenv.remote.overview import merge
@@ -75,8 +75,8 @@ class Gateway:
             return
 
     async def _answer(self, ask: _Ask) -> None:
-        parts: list[str] = ask.scope["path"].split("/")
-        method, kind, rest = ask.scope["method"], parts[1], parts[2:]
+        parts: list[str] = [*ask.scope["path"].split("/"), ""]
+        method, kind, rest = ask.scope["method"], parts[1], parts[2:-1]
         if kind == "sandboxes" and rest:
             if len(rest) == 1 and method == "PUT" and not split_id(rest[0])[1]:
                 await self._create(ask, rest[0])
@@ -85,12 +85,14 @@ class Gateway:
         elif kind in ("creations", "snapshots") and len(rest) == 1:
             await self._pass_on(ask, kind, rest)
         else:
-            response = await self._own(ask, method, "/".join(parts[1:]))
+            response = await self._own(ask, method, "/".join(parts[1:-1]))
             await response(*ask)
 
     async def _own(self, ask: _Ask, method: str, path: str) -> Response:
         if (method, path) == ("POST", "leases"):
             return await self._renew(ask)
+        if (method, path) == ("POST", "pools"):
+            return await self._prefetch(ask)
         if (method, path) == ("GET", "health"):
             return JSONResponse(self._health())
         if (method, path) == ("GET", "nodes"):
@@ -178,6 +180,27 @@ class Gateway:
             await creation.on(found, body, ask.send)
             return
         await creation.somewhere(body, image if isinstance(image, str) else None, ask.send)
+
+    async def _prefetch(self, ask: _Ask) -> Response:
+        """Have warm sandboxes where those who open them will be sent: at the image's or snapshot's node, or spread."""
+        wanted = _object(await whole_body(ask.receive, MAX_JSON))
+        image, snapshot, headers = wanted.get("image"), wanted.get("snapshot"), passed_on(ask.scope)
+        seats = order(str(image or snapshot or ""), self._fleet.open_seats(), image)
+        if isinstance(snapshot, str):
+            seats = [self._fleet.find(split_id(snapshot)[1]).seats]
+        elif isinstance(image, str):
+            seats = seats[:1]
+        if not seats:
+            raise SandboxUnavailable("no node takes sandboxes now", NO_NODES_RETRY, reason="no_nodes")
+        count = wanted.get("count", 0)
+        share = -(-count // len(seats)) if isinstance(count, int) and count > 0 else count
+        for seat in seats:
+            inquiry = Inquiry(b"POST", b"/pools?wait=0", headers)
+            body = json.dumps({**wanted, "count": share}).encode()
+            async with self._relay.ask(self._fleet.find(seat.name), inquiry, body, timeout=ANSWER_TIMEOUT) as answer:
+                if answer.status >= 300:
+                    raise decode_error(await answer.read(), answer.status)
+        return success({})
 
     async def _renew(self, ask: _Ask) -> Response:
         """Renew leases on every node that is concerned; a node that does not answer now does not lose them."""
@@ -288,7 +311,7 @@ def _naming(node: str, identifier: str = "") -> Any:
 def _object(body: bytes) -> dict[str, Any]:
     try:
         wanted = json.loads(body or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"body: not JSON: {error}") from error
     if not isinstance(wanted, dict):
         raise ConfigError("body: a JSON object is wanted")
@@ -334,7 +357,7 @@ class Registry:
                 self._fleet.report(name, NodeReport.model_validate_json(body))
             except ValueError as error:
                 raise ConfigError(f"heartbeat: {error}") from error
-        await JSONResponse({"interval": INTERVAL, "version": VERSION})(*ask)
+        await JSONResponse({"interval": self._fleet.interval, "version": VERSION})(*ask)
 
 
 def gateway_app(fleet: Fleet, pool: Pool, *, clients: Tokens | None, join_token: str) -> ASGIApp:

@@ -6,6 +6,8 @@ name. A gateway that does not answer hinders nobody; the log says when it stops 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import socket
 import ssl
@@ -22,11 +24,15 @@ from skyenv.remote.protocol import NodeReport, check_node_name, decode_error
 
 LOG = logging.getLogger(__name__)
 TIMEOUT = 3.0
+SHORTEST = 0.1
 
 
 @dataclass(slots=True)
 class Heartbeat:
-    """Tells `gateways` (URLs) every `interval` seconds about the node called `name`; `report` says what."""
+    """Tells `gateways` (URLs) about the node called `name`; `report` says what.
+
+    Every `interval` seconds, or more often where a gateway wants that.
+    """
 
     name: str
     gateways: Sequence[str]
@@ -88,10 +94,18 @@ class Heartbeat:
             async with pool.exchange(origin, request, timeout=TIMEOUT) as answer:
                 said = await answer.read()
             self._note(origin, "" if answer.status == 200 else str(decode_error(said, answer.status)))
+            if answer.status == 200:
+                self._obey(said)
         except (NotSent, Broken) as error:
             self._note(origin, str(error))
         except SkyEnvError as error:
             self._note(origin, str(error))
+
+    def _obey(self, said: bytes) -> None:
+        """Beat as often as the gateway wants, whatever version it is of."""
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            wanted = float(json.loads(said).get("interval", self.interval))
+            self.interval = max(SHORTEST, min(self.interval, wanted))
 
     def _note(self, origin: Origin, trouble: str) -> None:
         """Log what changed, once."""

@@ -204,7 +204,7 @@ async def _delete(request: Request) -> Response:
 async def _drain(request: Request) -> Response:
     """Take no new sandboxes; with `wait`, answer once the last one is gone or after so many seconds."""
     node, query = _node(request), query_of(request)
-    node.admission.drain()
+    await node.drain()
     await node.admission.emptied(_seconds(query, 0.0))
     return JSONResponse({"draining": True, "sandboxes": node.admission.used})
 
@@ -218,6 +218,8 @@ async def _attach_creation(request: Request) -> Response:
     name = request.path_params["name"]
     _node(request).check_secret(name, request.headers.get(SECRET, ""))
     call = _node(request).calls.find(name)
+    if call is None and _node(request).holds(name):
+        return success({})  # a former server made it
     if call is None:
         raise SandboxLost(f"no creation of {name!r} is known", reason="node_lost")
     return await _await(call, query_of(request))
@@ -273,7 +275,7 @@ async def _rollback(request: Request) -> Response:
 
 
 async def _delete_snapshot(request: Request) -> Response:
-    await _node(request).backend.delete_snapshot(request.path_params["snapshot"])
+    await _node(request).snapshots.forget(request.path_params["snapshot"])
     return success({})
 
 

@@ -114,6 +114,7 @@ class Spec(BaseModel):
 
     `file_bytes` bounds one file, `disk_bytes` all files that the sandbox writes, which are then held in memory. After
     `freeze_after` seconds without any use a sandbox in which hardly anything moves is frozen until the next request.
+    `network`: only a loopback of its own, or the network of the node's machine, which a node must allow.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -127,6 +128,7 @@ class Spec(BaseModel):
     ttl: Annotated[float, Field(ge=1)] = 600.0
     freeze_after: Annotated[float, Field(ge=1)] | None = 30.0
     shell: Literal["bash", "sh"] = "bash"
+    network: Literal["none", "host"] = "none"
 
 
 class CreateRequest(BaseModel):

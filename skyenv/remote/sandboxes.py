@@ -23,9 +23,8 @@ import anyio
 from anyio.abc import TaskGroup
 
 from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxProtocolError, SandboxUnavailable, SkyEnvError
-from skyenv.remote import snapshots
 from skyenv.remote.admission import Admission
-from skyenv.remote.backends import Backend, Held, Record
+from skyenv.remote.backends import Backend, Held
 from skyenv.remote.calls import CallLog, Result
 from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
@@ -39,8 +38,10 @@ from skyenv.remote.protocol import (
     SnapshotParameters,
     State,
 )
+from skyenv.remote.records import new_record
 from skyenv.remote.rest import freeze_idle
-from skyenv.remote.session import ENDED, Session, lease_end
+from skyenv.remote.session import ENDED, Session
+from skyenv.remote.snapshots import Snapshots, refuse_to_end
 from skyenv.remote.tasks import background_tasks
 from skyenv.remote.tokens import fingerprint
 
@@ -56,8 +57,9 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 class Node:
     """Sandboxes by name, from creation to burial. Enter it with `open`."""
 
-    def __init__(self, backend: Backend, *, admission: Admission | None = None) -> None:
+    def __init__(self, backend: Backend, *, admission: Admission | None = None, allow_egress: bool = False) -> None:
         self.backend = backend
+        self._allow_egress = allow_egress
         self.admission = admission or Admission()
         self.metrics = Metrics()
         self.metrics.watch(self.census)
@@ -69,6 +71,7 @@ class Node:
         self._closing = False
         self._group: TaskGroup | None = None
         self._calls: CallLog | None = None
+        self.snapshots = Snapshots(backend)
         self.pools = Pools(self._warm, self._end_warm, self._has_room)
 
     @asynccontextmanager
@@ -143,6 +146,10 @@ class Node:
             session.touch()
         return session
 
+    def holds(self, name: str) -> bool:
+        """Whether a sandbox of this name lives here."""
+        return name in self._sessions
+
     def check_secret(self, name: str, sent: str) -> None:
         """SandboxProtocolError unless `sent` is what the client of this sandbox chose; takes as long either way."""
         known = self._secrets.get(name)
@@ -162,6 +169,8 @@ class Node:
         """
         if not _NAME.fullmatch(name):
             raise ConfigError("a sandbox's name is 32 hexadecimal digits")
+        if request.spec.network != "none" and not self._allow_egress:
+            raise ConfigError("network: this node gives its sandboxes none (it would need --allow-egress)")
         if name in self._gone:
             raise SandboxLost(f"sandbox {name}: {self._gone[name]}")
         if name in self._sessions:
@@ -171,6 +180,7 @@ class Node:
         if secret:
             self._secrets[name] = fingerprint(secret)
         try:
+            request = self.snapshots.resolved(request)
             self._say(name, "queued")
             if await self._claim(name, request):
                 return Result({})
@@ -210,7 +220,7 @@ class Node:
         return time.perf_counter() - started
 
     async def _start(self, name: str, request: CreateRequest) -> Session:
-        sandbox, record = uuid.uuid4().hex, self._record(name, request)
+        sandbox, record = uuid.uuid4().hex, new_record(name, request, self._secrets.get(name))
         try:
             sock = await self.backend.create(sandbox, request, record)
         except SkyEnvError:
@@ -226,21 +236,13 @@ class Node:
             raise
         return session
 
-    def _record(self, name: str, request: CreateRequest) -> Record:
-        record: Record = {"name": name, "ttl": request.spec.ttl, "freeze_after": request.spec.freeze_after}
-        record["expires"] = lease_end(time.monotonic(), request.spec.ttl)
-        record["request"] = request.model_dump(mode="json", exclude_unset=True)
-        record["created"] = time.time()
-        record["secret"] = self._secrets.get(name)
-        return record
-
     async def _claim(self, name: str, request: CreateRequest) -> bool:
         """Put a warm sandbox behind a client's name, if there is one."""
         session = self.pools.claim(request)
         if session is None:
             return False
         former, session.name = session.name, name
-        session.record = self._record(name, request)
+        session.record = new_record(name, request, self._secrets.get(name))
         self.admission.pass_on(former, name)
         self._sessions[name] = session
         session.touch()
@@ -254,7 +256,7 @@ class Node:
     async def prefetch(self, wanted: PoolRequest) -> Result:
         """Have sandboxes of a kind ready soon, and their image; failures are tried again."""
         request = CreateRequest(**{key: value for key, value in wanted if key in CreateRequest.model_fields})
-        self.pools.want(request, wanted.count, wanted.keep)
+        self.pools.want(self.snapshots.resolved(request), wanted.count, wanted.keep)
         await self._pull("", wanted.image)
         return Result({"pools": self.pools.describe()})
 
@@ -338,14 +340,14 @@ class Node:
     async def snapshot(self, name: str, wanted: SnapshotParameters) -> Result:
         """Keep a sandbox as it is."""
         with self.metrics.timed("snapshot"):
-            return Result({"snapshot": await snapshots.take(self.session(name), self.backend, wanted)})
+            return Result({"snapshot": await self.snapshots.take(self.session(name), wanted)})
 
     async def rollback(self, name: str, wanted: RollbackParameters) -> Result:
         """Put a new instance that starts from a snapshot behind a sandbox's name; lease and calls stay."""
         session = self.session(name)
-        request = CreateRequest(**(session.record["request"] | {"snapshot": wanted.snapshot}))
+        request = CreateRequest(**(session.record["request"] | {"snapshot": self.snapshots.find(wanted.snapshot)}))
         async with session.alone():
-            await snapshots.refuse_to_end(session, wanted.drop)
+            await refuse_to_end(session, wanted.drop)
             former, sandbox = session.sandbox, uuid.uuid4().hex
             try:
                 sock = await self.backend.create(sandbox, request, session.record)
@@ -367,6 +369,12 @@ class Node:
             else:
                 session.touch()
         return lost
+
+    async def drain(self) -> None:
+        """Take no new sandboxes, and end those that nobody has asked for yet."""
+        self.admission.drain()
+        while self.pools.ready:
+            await self.pools.make_room()
 
     def report(self, instance: str, url: str) -> NodeReport:
         """For heartbeats: what this node, which is reached at `url`, has and takes."""

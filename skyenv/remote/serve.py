@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +37,10 @@ class ServeOptions:
     `gateways` are told about this node as `name`, reachable at `url`; both sides prove themselves by `join_token`. `ca`
     is a file of certificates to trust when a gateway speaks TLS. On SIGTERM the node takes no new sandboxes and
     waits up to `drain_timeout` seconds until the last one is gone; a second signal, and SIGINT, end it at once.
-    `backend_options` go to `backends.get`. Spans go to `otlp_endpoint`, when there is one.
+    `backend_options` go to `backends.get`; spans go to `otlp_endpoint`, when there is one.
+
+    With `allow_egress` clients may ask for the machine's network (`network="host"`), over which sandboxes reach this
+    server too, so it needs tokens; only backend 'local' has that.
     """
 
     listening: Listening = field(default_factory=Listening)
@@ -54,6 +58,7 @@ class ServeOptions:
     join_token: str | None = None
     url: str | None = None
     ca: Path | None = None
+    allow_egress: bool = False
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
@@ -64,6 +69,8 @@ class ServeOptions:
             raise ConfigError(f"host {self.listening.host} is reachable from other machines; pass a token")
         if self.slots < 1 or self.queue < 0 or self.queue_timeout <= 0 or self.drain_timeout < 0:
             raise ConfigError("slots must be at least 1, queue and drain_timeout 0, queue_timeout more than 0")
+        if self.allow_egress and (anybody or self.backend != "local"):
+            raise ConfigError("--allow-egress: needs --token or --token-file, and backend 'local'")
         if self.gateways:
             self._check_gateways()
 
@@ -86,8 +93,10 @@ class ServeOptions:
         """The node, not yet open."""
         options = self.backend_options | ({"state": self.state} if self.state is not None else {})
         backend = backends.get(self.backend, **options)
-        admission = Admission(self.slots, self.queue, self.queue_timeout, disk=self.state)
-        return Node(backend, admission=admission)
+        admission = Admission(
+            self.slots, self.queue, self.queue_timeout, disk=self.state or Path(tempfile.gettempdir())
+        )
+        return Node(backend, admission=admission, allow_egress=self.allow_egress)
 
     def heartbeat(self, node: Node, url: str) -> Heartbeat | None:
         """What tells the gateways; None when there are none."""
@@ -156,5 +165,6 @@ class _Ending:
     async def run(self) -> None:
         """End the node once it is drained, or when that takes too long."""
         await self._draining.wait()
+        await self._node.drain()
         await self._node.admission.emptied(self._drain_timeout)
         self._end()

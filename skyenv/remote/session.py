@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 from anyio.abc import TaskGroup
@@ -63,6 +63,13 @@ def lease_end(used: float, ttl: float) -> float:
     return used + ttl + lease_slack(ttl)
 
 
+class Kept(NamedTuple):
+    """A snapshot of a sandbox as it still is, and whether its session is part of it."""
+
+    snapshot: str
+    shell: bool
+
+
 class Session:
     """A living sandbox. The node makes it, serves its channel and closes that.
 
@@ -88,6 +95,7 @@ class Session:
         self.channel = Channel(sock, ENDED)
         self.calls = CallLog(group)
         self.frozen = False
+        self.kept: Kept | None = None
         self._backend = backend
         self._last_use: float = min(time.monotonic(), record["expires"] - self.ttl)
         self._acknowledged: list[str] = []
@@ -225,6 +233,7 @@ class Session:
         try:
             if self.frozen:
                 await self.thaw()
+            self.kept = None
             return await self._put(wanted, payload, fds, timeout)
         finally:
             self._askers -= 1
@@ -265,6 +274,7 @@ class Session:
 
     def exchange(self, sandbox: str, sock: socket.socket) -> None:
         """Go on with another instance, which the node serves; the former channel is closed."""
+        self.kept = None
         former, self.channel, self.sandbox = self.channel, Channel(sock, ENDED), sandbox
         former.close("the sandbox was rolled back")
 

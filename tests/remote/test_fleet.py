@@ -14,6 +14,8 @@ import pytest
 import trustme
 from fleet_processes import Fleet as Processes
 from fleet_processes import fleet_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError, SandboxUnavailable
 from skyenv.remote.client import connect
@@ -21,6 +23,7 @@ from skyenv.remote.fleet import Fleet, origin_of
 from skyenv.remote.gateway import gateway_app
 from skyenv.remote.heartbeat import Heartbeat
 from skyenv.remote.http1 import Pool
+from skyenv.remote.listen import Listening, serve_app
 from skyenv.remote.protocol import NodeReport
 from skyenv.remote.tokens import Tokens, parse_tokens
 
@@ -75,6 +78,15 @@ async def test_a_node_that_did_not_answer_waits_for_its_next_heartbeat() -> None
     assert fleet.answering()
 
 
+async def test_a_node_that_said_goodbye_is_lost_at_once() -> None:
+    fleet = Fleet()
+    fleet.report("one", report())
+    fleet.leave("one", "i")
+    with pytest.raises(SandboxLost):
+        fleet.find("one")
+    assert await refused_for_now(fleet, "two") == "node_unknown"
+
+
 async def test_a_name_belongs_to_one_living_node() -> None:
     fleet = Fleet(started=-100.0)
     fleet.report("one", report("first", "http://127.0.0.1:1"))
@@ -88,6 +100,7 @@ async def test_a_name_belongs_to_one_living_node() -> None:
     with pytest.raises(SandboxLost):
         fleet.find("one")
     fleet.report("one", report("second", "http://127.0.0.1:2"))
+    assert fleet.find("one").report.instance == "second"
     with pytest.raises(ConfigError, match="lower-case"):
         fleet.report("One!", report())
 
@@ -107,25 +120,72 @@ async def test_a_broken_heartbeat_is_refused(body: bytes) -> None:
             assert (await http.post("/nodes/one", content=newer)).status_code == 200
 
 
-async def test_every_address_behind_a_name_hears_a_heartbeat() -> None:
-    """A name that leads to 127.0.0.1 and ::1, with a gateway on each."""
-    fleets = [Fleet(), Fleet()]
+PIECES = ("sandboxes", "creations", "snapshots", "leases", "pools", "nodes", "health", "a" * 32, "a" * 32 + ".one",
+          ".one", ".", "", "exec", "calls", "k", "drain", "%2e", "é")  # fmt: skip
+BODIES = (
+    b"",
+    b"{}",
+    b"[]",
+    b"null",
+    b"[" * 200_000,
+    b'{"image": "\\ud800"}',
+    b'{"snapshot": ".one"}',
+    b'["x.one", 3]',
+    b"\xff",
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["GET", "PUT", "POST", "DELETE", "PATCH", "OPTIONS"]),
+    st.lists(st.sampled_from(PIECES), max_size=5),
+    st.sampled_from(BODIES),
+    st.sampled_from([{}, {"skyenv-attempt": "2"}, {"skyenv-attempt": "x"}]),
+)
+def test_no_request_breaks_a_gateway(method: str, pieces: list[str], body: bytes, headers: dict[str, str]) -> None:
+    """Whatever is asked of one whose only node is dead is answered, and never with 500."""
+
+    async def ask() -> int:
+        async with Pool(connect_timeout=1.0) as pool:
+            fleet = Fleet()
+            fleet.report("one", report())
+            app = gateway_app(fleet, pool, clients=None, join_token="join")
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, headers=headers) as http:
+                return (await http.request(method, "http://g/" + "/".join(pieces), content=body)).status_code
+
+    assert anyio.run(ask) in (200, 400, 401, 404, 405, 410, 422, 503)
+
+
+async def test_every_address_behind_a_name_hears_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name with two addresses, which are asked for again each time, and a gateway on each."""
+    hosts, fleets = ("127.0.0.1", "127.0.0.2"), [Fleet(silence=3.0), Fleet(silence=0.9)]
+    known = [hosts[0]]
+
+    async def resolve(host: str, port: int, **_hints: object) -> list[tuple[object, ...]]:
+        assert host == "gateways.test"
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in known]
+
+    monkeypatch.setattr(anyio, "getaddrinfo", resolve)
     async with Pool() as pool, anyio.create_task_group() as group:
         port = 0
-        for host, fleet in zip(("127.0.0.1", "::1"), fleets, strict=True):
-            from skyenv.remote.listen import Listening, serve_app
-
-            listener = Listening(host, port).bind()
+        for host, fleet in zip(hosts, fleets, strict=True):
+            listening = Listening(host, port)
+            listener = listening.bind()
             port = listener.getsockname()[1]
             app = gateway_app(fleet, pool, clients=None, join_token="join")
-            group.start_soon(serve_app, app, Listening(host, port), listener, anyio.Event(), lambda _url: None)
-        beat = Heartbeat("one", (f"http://localhost:{port}",), "join", lambda instance: report(instance), interval=0.1)
-        addresses = {found[4][0] for found in socket.getaddrinfo("localhost", port, type=socket.SOCK_STREAM)}
-        async with anyio.create_task_group() as beating:
-            beating.start_soon(beat.run)
-            with anyio.fail_after(10):
-                while sum(len(fleet.answering()) for fleet in fleets) < len(addresses):
+            group.start_soon(serve_app, app, listening, listener, anyio.Event(), lambda _url: None)
+        beat = Heartbeat("one", (f"http://gateways.test:{port}",), "join", report)
+        async with anyio.create_task_group() as beating, anyio.create_task_group() as inner:
+            inner.start_soon(beat.run)
+            with anyio.fail_after(20):
+                while not fleets[0].answering():
                     await anyio.sleep(0.02)
+                assert not fleets[1].answering()
+                known.append(hosts[1])
+                while not all(fleet.answering() for fleet in fleets):
+                    await anyio.sleep(0.02)
+            assert beat.interval == pytest.approx(0.3)
             beating.cancel_scope.cancel()
         assert not any(fleet.answering() for fleet in fleets)
         group.cancel_scope.cancel()

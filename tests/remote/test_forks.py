@@ -112,3 +112,67 @@ async def test_a_kill_while_forking_leaves_nothing(victim: str) -> None:
             os.kill(process.pid if victim == "node" else launcher, signal.SIGKILL)
         await eventually(lambda: alive(pids))
     await eventually(lambda: remains(state, names, pids))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "mv /etc/ssl /etc/ssl2; ln -s /root /etc/ssl",
+        "mv /root /root2; ln -s /etc /root",
+        "chmod 700 /; chmod 0 /etc",
+        "rm -rf /run /mnt /tmp /srv /etc 2>/dev/null; true",
+    ],
+)
+async def test_whatever_a_session_did_to_its_root_it_can_be_forked(local_url: str, change: str) -> None:
+    """Nothing is mounted through links that it made, and what was moved stays moved."""
+    async with connect(local_url, "secret") as client, client.sandbox() as box:
+        await box.exec(change)
+        tell = "stat -c '%n %A %N' / /* /etc/*; ls -d /root/versions /etc/versions 2>/dev/null"
+        async with box.fork() as twin, twin.fork() as second:
+            here, there, further = [(await each.exec(tell)).output for each in (box, twin, second)]
+        assert here == there == further
+
+
+async def test_forks_of_a_group_share_one_snapshot_that_each_deletes_for_itself() -> None:
+    with served(SERVE, "local") as (process, url):
+        state = state_of(launcher_of(process.pid))
+        async with connect(url, "secret") as client, client.sandbox() as box:
+            await box.exec("echo 1 > a; v=1")
+            names = [await box.snapshot() for _number in range(3)]
+            assert len(set(names)) == 3
+            assert len(layers_of(state)) == 1
+            await client.delete_snapshot(names[0])
+            await client.delete_snapshot(names[0])
+            with pytest.raises(ConfigError, match="does not exist"):
+                await box.rollback(names[0])
+            await box.exec("echo 2 > a; v=2")
+            later = await box.snapshot()
+            for name, value in ((names[1], "1"), (names[2], "1"), (later, "2")):
+                async with client.sandbox(snapshot=name) as twin:
+                    assert (await twin.exec("cat a; echo $v")).output == f"{value}\n{value}\n"
+                await client.delete_snapshot(name)
+            with pytest.raises(ConfigError, match="does not exist"):
+                async with client.sandbox(snapshot=names[1]):
+                    pass
+
+
+async def test_snapshots_outlive_a_node_server_that_is_killed(tmp_path: Path) -> None:
+    home = str(tmp_path / "state")
+    with served(SERVE, "local", home) as (first, url):
+        port = url.rpartition(":")[2]
+        async with connect(url, "secret", patience=30) as client, client.sandbox() as box:
+            await box.exec("mkdir d; cd d; echo 1 > a; v=1")
+            snapshot = await box.snapshot()
+            await client.prefetch(count=2)
+            await box.exec("echo 2 > a; v=2")
+            first.kill()
+            first.wait()
+            with served(SERVE, "local", home, port):
+                async with client.sandbox(snapshot=snapshot) as twin:
+                    assert (await twin.exec("pwd; cat a; echo $v")).output == "/root/d\n1\n1\n"
+                assert (await box.exec("cat a; echo $v")).output == "2\n2\n"
+                await box.rollback(snapshot)
+                assert (await box.exec("cat a; echo $v")).output == "1\n1\n"
+                with anyio.fail_after(30):  # the warm ones of the first server are nobody's
+                    while (await client.health())["sandboxes"] > 1:
+                        await anyio.sleep(0.1)

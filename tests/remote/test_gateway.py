@@ -107,6 +107,32 @@ async def test_a_creation_that_comes_again_finds_the_first_one(fleet: Fleet) -> 
             assert (await http.delete(f"/sandboxes/{ids[0]}")).status_code == 200
 
 
+async def test_warm_sandboxes_wait_on_every_node_for_who_names_no_image(fleet: Fleet) -> None:
+    async with reached(fleet) as client:
+
+        async def warm() -> int:
+            ready = 0
+            for name in ("one", "two"):
+                async with connect(fleet.urls[name], (fleet.folder / "join").read_text().strip()) as node:
+                    pools = (await node.health())["pools"]
+                    assert all(pool["count"] in (0, 2) for pool in pools)
+                    ready += sum(pool["ready"] for pool in pools)
+            return ready
+
+        await client.prefetch(count=4)
+        with anyio.fail_after(30):
+            while await warm() < 4:
+                await anyio.sleep(0.05)
+        async with client.sandbox() as box:
+            assert (await box.exec("echo warm")).output == "warm\n"
+        await client.prefetch(count=0)
+        with anyio.fail_after(30):
+            while await warm():
+                await anyio.sleep(0.05)
+        with pytest.raises(ConfigError, match="count"):
+            await client.prefetch(count=-1)
+
+
 async def test_leases_of_several_nodes_are_renewed_in_one_request(fleet: Fleet) -> None:
     async with reached(fleet):
         async with raw(fleet) as http:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from node_processes import SERVE_ROOTLESS, served
 
+import skyenv.remote
 from skyenv.remote.backends.local import probe
 from skyenv.remote.client import connect
 from skyenv.remote.inside import cgroups
@@ -133,3 +134,13 @@ def test_control_groups_version_1(tmp_path: Path) -> None:
 def test_no_control_groups(tmp_path: Path) -> None:
     assert cgroups.find(str(tmp_path / "nothing")) == []
     assert cgroups.oom_kills(None) == 0
+
+
+def test_a_launcher_stays_small() -> None:
+    """Each sandbox carries a copy-on-write image of it."""
+    folder = Path(skyenv.remote.__file__).parent
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from inside import launcher; print(*sys.modules)"
+    command = [sys.executable, "-I", "-S", "-c", code, str(folder)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert not {"dataclasses", "inspect", "pathlib", "subprocess", "asyncio", "logging", "argparse"} & set(loaded)
+    assert "skyenv" not in loaded

@@ -47,10 +47,12 @@ class Server:
     hung_up: int = 0
     running: int = 0
     weight_version: str = "default"
+    ill: bool = False
+    cached: int | None = None
 
     def forget(self) -> None:
         """Work again, as if just started."""
-        self.delay, self.spoil, self.hung_up = 0.0, None, 0
+        self.delay, self.spoil, self.hung_up, self.ill, self.cached = 0.0, None, 0, False, None
         for record in (self.faults, self.bodies, self.headers, self.aborted):
             record.clear()
 
@@ -86,6 +88,8 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         body = await self.note(request)
+        if self.ill:
+            return Response("engine is dead", 500)
         if (fault := await self.busy(request)) is not None:
             return fault
         if set(body) - VLLM_KEYS or not all(isinstance(token, int) for token in body["prompt"]):
@@ -100,7 +104,13 @@ class Server:
             "finish_reason": reason,
             "stop_reason": ids[-1] if reason == "stop" else None,
         }
-        return JSONResponse(self.spoiled({"id": "cmpl-1", "object": "text_completion", "choices": [choice]}))
+        answer: dict[str, Any] = {"id": "cmpl-1", "object": "text_completion", "choices": [choice]}
+        if self.cached is not None:
+            answer["usage"] = {"prompt_tokens_details": {"cached_tokens": self.cached}}
+        return JSONResponse(self.spoiled(answer))
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=503 if self.ill else 200)
 
     async def generate(self, request: Request) -> Response:
         body = await self.note(request)
@@ -148,6 +158,7 @@ class Server:
         return Starlette(
             routes=[
                 Route("/v1/models", self.models),
+                Route("/health", self.health),
                 Route("/v1/completions", self.completions, methods=["POST"]),
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),

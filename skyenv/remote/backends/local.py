@@ -58,6 +58,7 @@ def spec_config(spec: Spec) -> dict[str, Any]:
         "file_bytes": spec.file_bytes,
         "disk_bytes": spec.disk_bytes,
         "tmpfs_bytes": spec.tmpfs_bytes,
+        "network": spec.network,
         "shells": SHELLS[spec.shell],
     }
 

@@ -45,6 +45,8 @@ GENERATED = {
     "hostname": "sandbox\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nshadow: files\nhosts: files\nservices: files\nprotocols: files\n",
     "resolv.conf": "",
+    # Takes the place of nsswitch.conf in sandboxes that have a network.
+    "nsswitch.network": "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\n",
     "fstab": "",
 }
 

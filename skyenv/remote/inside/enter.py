@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from . import kernel, mounts, seccomp
@@ -75,7 +76,7 @@ def start(config: dict[str, Any], report: int, become_init: Callable[[int | None
     rootless = config["base_uid"] is None
     if rootless:
         map_single_user()
-    kernel.unshare(_SPACES)
+    kernel.unshare(_SPACES if config["network"] == "none" else _SPACES & ~kernel.NEWNET)
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid:
@@ -117,7 +118,7 @@ def _build_root(config: dict[str, Any]) -> None:
     root, owner = config["root"], config["base_uid"] or 0
     kernel.leave_mount_namespace()
     mount_root(config)
-    for path in config["binds"]:
+    for path in filter(partial(_is_folder, root), config["binds"]):
         kernel.bind(path, root + path)
         kernel.restrict_mount(root + path, kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
     kernel.mount("proc", root + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -126,6 +127,26 @@ def _build_root(config: dict[str, Any]) -> None:
     os.mkdir(root + RUN_DIRECTORY)
     mount_tmpfs(root + RUN_DIRECTORY, owner, 0o711, config["tmpfs_bytes"])
     _mount_sys(root + "/sys", owner)
+    if config["network"] != "none":
+        _bind_resolver(root + "/etc")
+
+
+def _bind_resolver(etc: str) -> None:
+    """Names are resolved as on the host."""
+    for source, name in ((f"{etc}/nsswitch.network", "nsswitch.conf"), ("/etc/resolv.conf", "resolv.conf")):
+        if os.path.exists(source) and os.path.exists(f"{etc}/{name}"):
+            kernel.bind(os.path.realpath(source), f"{etc}/{name}")
+            kernel.restrict_mount(f"{etc}/{name}", kernel.ATTR_RDONLY | kernel.ATTR_NOSUID | kernel.ATTR_NODEV)
+
+
+def _is_folder(root: str, path: str) -> bool:
+    """Whether a directory is where it was: whoever had these files before may have moved it, or put links there."""
+    current = root
+    for name in path.strip("/").split("/"):
+        current += "/" + name
+        if not os.path.isdir(current) or os.path.islink(current):
+            return False
+    return True
 
 
 def mount_root(config: dict[str, Any]) -> None:
@@ -178,9 +199,11 @@ def tell_processors(path: str) -> None:
 
 def _finish(config: dict[str, Any], parent: socket.socket, rootless: bool) -> None:
     kernel.pivot_into(config["root"])
-    kernel.raise_loopback()
+    own_network = config["network"] == "none"
+    if own_network:
+        kernel.raise_loopback()
     socket.sethostname("sandbox")
-    if not rootless:
+    if own_network and not rootless:
         with contextlib.suppress(OSError):
             write("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0")
     sysctl = os.open("/proc/sys", os.O_PATH | os.O_CLOEXEC)

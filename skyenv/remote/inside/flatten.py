@@ -14,7 +14,6 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 PREFIX = "trusted.overlay."
@@ -35,14 +34,13 @@ class Folder(NamedTuple):
     open_below: bool
 
 
-@dataclass(slots=True)
 class _Search:
     """The search for one name down the layers; `name` changes with every redirect, absolute ones start with '/'."""
 
-    name: str
-    stop: bool = False
-    is_folder: bool = False
-    parts: list[Part] = field(default_factory=list)
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.stop = self.is_folder = False
+        self.parts: list[Part] = []
 
 
 def flatten(layers: Sequence[str], target: str) -> None:
