@@ -72,12 +72,7 @@ class Rounds:
 
     @asynccontextmanager
     async def sandbox(
-        self,
-        image: str | None = None,
-        *,
-        snapshot: str | None = None,
-        env: Mapping[str, str] | None = None,
-        **spec: Any,
+        self, image: str | None = None, *, env: Mapping[str, str] | None = None, **options: Any
     ) -> AsyncIterator[Sandbox]:
         self._number += 1
         variables = {**(env or {}), "ROUND": str(self._number)}
