@@ -91,7 +91,7 @@ def names_in(text: str | bytes) -> list[str]:
     """A JSON list of names. SandboxProtocolError when it is something else."""
     try:
         names = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list):
         raise SandboxProtocolError("a JSON list of names is wanted")

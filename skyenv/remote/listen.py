@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import resource
 import signal
 import socket
 import ssl
@@ -24,6 +25,7 @@ GRACE = 2
 KEEP_ALIVE = 75
 MAX_HEAD = 64 << 10
 BACKLOG = 2048
+DESCRIPTORS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,15 @@ async def watch_signals(
                 on_stop(number)
 
 
+def allow_descriptors() -> None:
+    """Let this process and its launcher have as many descriptors as they may: each sandbox takes one of either."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run(function: Callable[..., Any], *arguments: Any) -> None:
     """Run a server's main function on the fastest loop there is."""
+    allow_descriptors()
     anyio.run(function, *arguments, backend_options={"use_uvloop": True})

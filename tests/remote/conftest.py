@@ -15,6 +15,8 @@ import registries
 from node_processes import SERVE, SERVE_DOCKER, SERVE_OCI, SERVE_ROOTLESS, served
 
 DEBIAN, BUSYBOX = "skyenv-test/debian:4", "skyenv-test/busybox:3"
+DOCKER = pytest.param("docker", marks=pytest.mark.docker)
+OCI = pytest.param("oci", marks=pytest.mark.oci)
 NO_ENGINE = """no container engine answers at DOCKER_HOST ({host}).
 `make test` starts one of its own where dockerd and catatonit are installed (Debian: docker.io runc catatonit);
 or start yours and set DOCKER_HOST; or leave these tests out: pytest -m "not docker"."""
@@ -67,7 +69,7 @@ def docker_url(engine: str) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="session", params=["local", pytest.param("docker", marks=pytest.mark.docker)])
+@pytest.fixture(scope="session", params=["local", OCI, DOCKER])
 def url(request: pytest.FixtureRequest) -> str:
     """A node of each backend that has sandboxes of its own, reached over a socket."""
     found: str = request.getfixturevalue(f"{request.param}_url")

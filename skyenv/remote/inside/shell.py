@@ -150,7 +150,7 @@ class Shell:
 
     def start(self, request: dict[str, Any], command: bytes, reply: Reply) -> None:
         """Give the shell a command. OSError when the sandbox is too broken to take one."""
-        if not self.exists:
+        if not self.pid and not self.exists:
             raise FileNotFoundError(errno.ENOENT, "there is no shell", self.program)
         running = Running(request, reply)
         prepare = self._prepare_terminal if request["terminal"] else self._prepare
