@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def _as_arguments(parser: argparse.ArgumentParser, path: Path) -> list[str]:
             else:
                 found.append(f"--{key}={one}")
     return found
+
+
+def backend_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` each, the value as YAML. ConfigError for anything else."""
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        try:
+            settings[key.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--backend-option {pair}: the value is no YAML: {error}") from error
+        if not equals or not key.strip():
+            raise ConfigError(f"--backend-option {pair}: KEY=VALUE is wanted")
+    return settings
 
 
 def listening(options: dict[str, Any], port: int) -> Listening:

@@ -25,6 +25,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve.add_argument("--image", help="image of sandboxes that ask for none (backends oci, docker, kubernetes)")
     serve.add_argument("--runtime", help="program that starts containers: crun, runc, runsc (backends oci, docker)")
     serve.add_argument(
+        "--backend-option", action="append", dest="backend_settings", metavar="KEY=VALUE",
+        help="an option of the backend's own, its value as YAML (may be repeated)",
+    )  # fmt: skip
+    serve.add_argument(
         "--state", type=Path, help="directory of this server: when it is killed, the next one takes its sandboxes over"
     )
     serve.add_argument("--slots", type=int, help="sandboxes at a time (default 1024)")
@@ -45,13 +49,16 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    from skyenv.commands.options import given, join_token, listening, start_logging
+    from skyenv.commands.options import backend_settings, given, join_token, listening, start_logging
     from skyenv.remote.serve import ServeOptions, serve
 
     chosen = given(arguments.parser, arguments)
     start_logging(chosen)
     backend = chosen.get("backend", "local")
-    backend_options: dict[str, str] = {key: chosen.pop(key) for key in ("image", "runtime") if key in chosen}
+    backend_options = backend_settings(chosen.pop("backend_settings", ()))
+    backend_options |= {key: chosen.pop(key) for key in ("image", "runtime") if key in chosen}
+    if backend == "kubernetes" and "name" in chosen:
+        backend_options.setdefault("node", chosen["name"])
     options = ServeOptions(
         listening=listening(chosen, PORT),
         join_token=join_token(chosen),

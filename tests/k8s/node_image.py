@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-from images import COREUTILS, SHELLS, TOOLS, Root, write_base
+from images import COREUTILS, SHELLS, TOOLS, Root, libraries, write_base
 from packaging.requirements import Requirement
 
 import skyenv
@@ -53,22 +53,32 @@ def files_of(each: Distribution) -> Iterator[tuple[Path, str]]:
     """Its files and their places below site-packages."""
     for file in each.files or ():
         path = Path(str(each.locate_file(file)))
-        if ".." not in file.parts and path.is_file() and "__pycache__" not in file.parts:
+        if ".." not in file.parts and path.is_file():
             yield path, str(file)
+
+
+def add_libraries(root: Root, extension: Path) -> None:
+    """What an extension module loads, but for what came with it."""
+    for library in libraries(extension.resolve()):
+        if "site-packages" not in library.parts:
+            root.file(library)
 
 
 def write_node(out: Path) -> None:
     """A root file system with `skyenv` on the path and the portable directory at /opt/skyenv/portable."""
     site = f"{sys.base_prefix[1:]}/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages"
     with Root(out) as root:
+        root.text("etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files dns\n")
         write_base(root, PROGRAMS)
         for each in needed("skyenv", EXTRAS, {}).values():
             if each.name != "skyenv":
                 for path, place in files_of(each):
                     root.file(path, f"{site}/{place}")
+                    if ".so" in path.name:
+                        add_libraries(root, path)
         package = Path(skyenv.__file__).parent
         for path in sorted(package.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts and "data" not in path.parts:
+            if path.is_file() and "data" not in path.parts:
                 root.file(path, f"{site}/skyenv/{path.relative_to(package)}")
         root.text("usr/local/bin/skyenv", RUNNER, 0o755)
         for path in sorted(_portable(out).rglob("*")):

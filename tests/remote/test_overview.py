@@ -178,3 +178,13 @@ def test_a_record_as_json_and_as_text() -> None:
 def test_an_unknown_log_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="json"):
         log_to_stderr("xml")
+
+
+def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
+    code = (
+        "import resource; from skyenv.remote.listen import run\n"
+        "async def main(): print(*resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2048))\nrun(main)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["2048", "2048"]

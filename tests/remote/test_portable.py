@@ -115,6 +115,22 @@ async def test_nobody_inside_can_listen_or_pretend(roots: dict[str, Path], tmp_p
         assert (await box.exec("echo alive")).output == "alive\n"
 
 
+async def test_everything_but_the_init_can_be_stopped(roots: dict[str, Path], tmp_path: Path) -> None:
+    backend = KeeperBackend(roots["debian"], tmp_path)
+    async with client_of(backend) as client, client.sandbox() as box:
+        await box.exec("(while :; do date +%s%N > /tick; sleep 0.01; done) &")
+        (sandbox,) = backend.pods
+        for _twice in range(2):
+            await backend.freeze(sandbox)
+            root = Path(f"/proc/{backend.pods[sandbox].pid}/root/tick")
+            before = root.read_text()
+            await anyio.sleep(0.2)
+            assert root.read_text() == before
+            await backend.thaw(sandbox)
+            await backend.thaw(sandbox)
+        assert (await box.exec("sleep 0.1; cat /tick")).output != before
+
+
 @pytest.fixture
 async def lonely(roots: dict[str, Path], tmp_path: Path) -> AsyncIterator[Pod]:
     with keeper(roots["debian"], tmp_path, patience=1.0) as pod:

@@ -22,7 +22,6 @@ from skyenv.testing import check_sandbox
 PROBE = """
 import anyio, json
 from skyenv.errors import ConfigError
-import skyenv.remote
 from skyenv.remote.backends.local import probe
 from skyenv.remote.client import connect
 

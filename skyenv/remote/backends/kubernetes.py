@@ -284,6 +284,7 @@ class KubernetesBackend:
         annotations = pod["metadata"]["annotations"]
         link = await self._connect(sandbox, name, annotations[pods.KEY], float(annotations[pods.PATIENCE]))
         self._env[sandbox] = (await link.ask("environ"))["env"]
+        await link.ask("go")
         return link.socket
 
     async def note(self, sandbox: str, record: Record) -> None:
@@ -305,8 +306,9 @@ class KubernetesBackend:
         await self._link(sandbox).ask("stop")
 
     async def thaw(self, sandbox: str) -> None:
-        """Let them go on."""
-        await self._link(sandbox).ask("go")
+        """Let them go on. One that a former server held goes on when it is attached."""
+        if sandbox in self._links or sandbox not in self._pods:
+            await self._link(sandbox).ask("go")
 
     async def destroy(self, sandbox: str) -> None:
         """Delete the pod with no grace; what a claim brought goes with the claim."""

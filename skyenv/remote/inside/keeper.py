@@ -78,12 +78,13 @@ class Keeper:
         self.strangers: list[Line] = []
         self.left = self.pinged = time.monotonic()
         self.leaving = math.inf
+        self.stopped: float | None = None
         self.reports: dict[int, int] = {}
         self.operations: dict[str, Callable[[int, dict[str, Any]], dict[str, Any] | None]] = {
             "environ": lambda _n, _h: {"env": self.image_env},
             "stats": lambda _n, _h: stats(),
-            "stop": lambda _n, _h: self._tell(b"f"),
-            "go": lambda _n, _h: self._tell(b"t"),
+            "stop": lambda _n, _h: self._stop(),
+            "go": lambda _n, _h: self._go(),
             "end": lambda _n, _h: self._end(),
             "capture": lambda number, _h: self._start(number, "capture", str(self.started)),
             "restore": lambda number, _h: self._start(number, "restore", str(self.started)),
@@ -248,11 +249,23 @@ class Keeper:
         self.patience, self.leaving = 0.0, time.monotonic() + LAST_WORDS
         return {}
 
-    def _tell(self, word: bytes) -> dict[str, Any]:
-        self.lifeline.send(word)
-        while self.lifeline.recv(16) != word:
-            continue
+    def _stop(self) -> dict[str, Any]:
+        if self.stopped is None:
+            self.stopped = time.monotonic()
+            self._tell(b"f", b"f")
         return {}
+
+    def _go(self) -> dict[str, Any]:
+        """The init is told for how long it was stopped: a running command's time stood still."""
+        if self.stopped is not None:
+            self._tell(b"t%.3f" % (time.monotonic() - self.stopped), b"t")
+            self.stopped = None
+        return {}
+
+    def _tell(self, word: bytes, answer: bytes) -> None:
+        self.lifeline.send(word)
+        while self.lifeline.recv(16) != answer:
+            continue
 
     def _start(self, number: int, verb: str, since: str) -> None:
         """Run `tree` in a program of its own; its report is the answer."""
