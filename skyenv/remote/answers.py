@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from skyenv.errors import ConfigError, SandboxError, SandboxProtocolError, SkyEnvError
@@ -51,11 +51,14 @@ async def read_body(request: Request, limit: int) -> bytes:
     size = 0
     if int(request.headers.get("content-length", 0)) > limit:
         raise _too_large(limit)
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+    except ClientDisconnect as error:  # nobody's bug
+        raise SandboxProtocolError("the client went away before all of the body had come") from error
     return b"".join(parts)
 
 
@@ -88,7 +91,7 @@ def names_in(text: str | bytes) -> list[str]:
     """A JSON list of names. SandboxProtocolError when it is something else."""
     try:
         names = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list):
         raise SandboxProtocolError("a JSON list of names is wanted")

@@ -75,8 +75,8 @@ class Gateway:
             return
 
     async def _answer(self, ask: _Ask) -> None:
-        parts: list[str] = ask.scope["path"].split("/")
-        method, kind, rest = ask.scope["method"], parts[1], parts[2:]
+        parts: list[str] = [*ask.scope["path"].split("/"), ""]
+        method, kind, rest = ask.scope["method"], parts[1], parts[2:-1]
         if kind == "sandboxes" and rest:
             if len(rest) == 1 and method == "PUT" and not split_id(rest[0])[1]:
                 await self._create(ask, rest[0])
@@ -85,7 +85,7 @@ class Gateway:
         elif kind in ("creations", "snapshots") and len(rest) == 1:
             await self._pass_on(ask, kind, rest)
         else:
-            response = await self._own(ask, method, "/".join(parts[1:]))
+            response = await self._own(ask, method, "/".join(parts[1:-1]))
             await response(*ask)
 
     async def _own(self, ask: _Ask, method: str, path: str) -> Response:
@@ -311,7 +311,7 @@ def _naming(node: str, identifier: str = "") -> Any:
 def _object(body: bytes) -> dict[str, Any]:
     try:
         wanted = json.loads(body or b"{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"body: not JSON: {error}") from error
     if not isinstance(wanted, dict):
         raise ConfigError("body: a JSON object is wanted")

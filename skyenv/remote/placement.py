@@ -30,7 +30,7 @@ class Seats:
 
 def weight(key: str, node: Seats) -> float:
     """How much `node` is the place for `key`; shares are in proportion to slots."""
-    hashed = hashlib.blake2b(f"{node.name}\0{key}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    hashed = hashlib.blake2b(f"{node.name}\0{key}".encode("utf-8", "backslashreplace"), digest_size=8).digest()
     chance = (int.from_bytes(hashed, "big") + 0.5) / 2**64
     return -node.slots / math.log(chance)
 

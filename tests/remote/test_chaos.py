@@ -136,11 +136,14 @@ async def test_no_work_is_lost_or_done_twice(tmp_path: Path) -> None:
                 storm.start_worker()
             for _kill in range(KILLS):
                 await storm.strike(client)
+            with anyio.fail_after(60):
+                while not all(worker.lines("sandbox") for worker in storm.workers):
+                    await anyio.sleep(0.1)
             for worker in storm.workers:
                 worker.process.terminate()
             for worker in storm.workers:
                 assert await anyio.to_thread.run_sync(worker.process.wait) == 0
-                assert worker.lines("complete") == (worker.lines("done")[-1:] or [["0"]])
+                assert worker.lines("complete") == (worker.lines("done")[-1:] or [["0"]])  # all that it was told
             for worker in storm.abandoned:
                 await check_lease(client, worker)
             await eventually(lambda: held_by(fleet), within=30)

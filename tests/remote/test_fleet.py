@@ -14,6 +14,8 @@ import pytest
 import trustme
 from fleet_processes import Fleet as Processes
 from fleet_processes import fleet_in
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from skyenv.errors import ConfigError, SandboxLost, SandboxProtocolError, SandboxUnavailable
 from skyenv.remote.client import connect
@@ -116,6 +118,43 @@ async def test_a_broken_heartbeat_is_refused(body: bytes) -> None:
             assert (await http.post("/nodes/one", content=body)).status_code == 422
             newer = b'{"url": "http://x", "instance": "i", "slots": 1, "future": [1]}'
             assert (await http.post("/nodes/one", content=newer)).status_code == 200
+
+
+PIECES = ("sandboxes", "creations", "snapshots", "leases", "pools", "nodes", "health", "a" * 32, "a" * 32 + ".one",
+          ".one", ".", "", "exec", "calls", "k", "drain", "%2e", "é")  # fmt: skip
+BODIES = (
+    b"",
+    b"{}",
+    b"[]",
+    b"null",
+    b"[" * 200_000,
+    b'{"image": "\\ud800"}',
+    b'{"snapshot": ".one"}',
+    b'["x.one", 3]',
+    b"\xff",
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(["GET", "PUT", "POST", "DELETE", "PATCH", "OPTIONS"]),
+    st.lists(st.sampled_from(PIECES), max_size=5),
+    st.sampled_from(BODIES),
+    st.sampled_from([{}, {"skyenv-attempt": "2"}, {"skyenv-attempt": "x"}]),
+)
+def test_no_request_breaks_a_gateway(method: str, pieces: list[str], body: bytes, headers: dict[str, str]) -> None:
+    """Whatever is asked of one whose only node is dead is answered, and never with 500."""
+
+    async def ask() -> int:
+        async with Pool(connect_timeout=1.0) as pool:
+            fleet = Fleet()
+            fleet.report("one", report())
+            app = gateway_app(fleet, pool, clients=None, join_token="join")
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, headers=headers) as http:
+                return (await http.request(method, "http://g/" + "/".join(pieces), content=body)).status_code
+
+    assert anyio.run(ask) in (200, 400, 401, 404, 405, 410, 422, 503)
 
 
 async def test_every_address_behind_a_name_hears_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:

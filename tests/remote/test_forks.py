@@ -154,3 +154,25 @@ async def test_forks_of_a_group_share_one_snapshot_that_each_deletes_for_itself(
             with pytest.raises(ConfigError, match="does not exist"):
                 async with client.sandbox(snapshot=names[1]):
                     pass
+
+
+async def test_snapshots_outlive_a_node_server_that_is_killed(tmp_path: Path) -> None:
+    home = str(tmp_path / "state")
+    with served(SERVE, "local", home) as (first, url):
+        port = url.rpartition(":")[2]
+        async with connect(url, "secret", patience=30) as client, client.sandbox() as box:
+            await box.exec("mkdir d; cd d; echo 1 > a; v=1")
+            snapshot = await box.snapshot()
+            await client.prefetch(count=2)
+            await box.exec("echo 2 > a; v=2")
+            first.kill()
+            first.wait()
+            with served(SERVE, "local", home, port):
+                async with client.sandbox(snapshot=snapshot) as twin:
+                    assert (await twin.exec("pwd; cat a; echo $v")).output == "/root/d\n1\n1\n"
+                assert (await box.exec("cat a; echo $v")).output == "2\n2\n"
+                await box.rollback(snapshot)
+                assert (await box.exec("cat a; echo $v")).output == "1\n1\n"
+                with anyio.fail_after(30):  # the warm ones of the first server are nobody's
+                    while (await client.health())["sandboxes"] > 1:
+                        await anyio.sleep(0.1)

@@ -14,7 +14,7 @@ import anyio
 import pytest
 from fleet_processes import Fleet, fleet_in, free_port
 
-from skyenv.errors import SandboxUnavailable
+from skyenv.errors import SandboxPathError, SandboxUnavailable
 from skyenv.remote.client import SandboxClient, connect
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
@@ -151,6 +151,36 @@ async def test_a_gateway_that_is_killed_loses_and_repeats_nothing(fleet: Fleet) 
                 await anyio.to_thread.run_sync(fleet.end, "gateway", signal.SIGKILL)
                 await anyio.to_thread.run_sync(fleet.gateway)
         assert len(finished) == 100
+
+
+@pytest.mark.slow
+async def test_a_node_that_is_restarted_takes_its_sandboxes_up_again(fleet: Fleet) -> None:
+    """Killed in the middle of a command, started again elsewhere with its state: the client notices a pause."""
+    fleet.gateway()
+    state = ("--state", str(fleet.folder / "state"))
+    fleet.node("one", *state, backend="local")
+    async with connect(fleet.url) as client:
+        await nodes_known(client, 1)
+        async with client.sandbox() as box, anyio.create_task_group() as group:
+            assert (await box.exec("export KEPT=yes; cd /usr")).exit_code == 0
+            results = []
+
+            async def command() -> None:
+                results.append(
+                    await box.exec("echo run >> /tmp/log; sleep 2; echo $KEPT $PWD; cat /tmp/log", timeout=60)
+                )
+
+            group.start_soon(command)
+            with anyio.fail_after(10):
+                while True:
+                    try:
+                        await box.stat("/tmp/log")
+                        break
+                    except SandboxPathError:
+                        await anyio.sleep(0.02)
+            await anyio.to_thread.run_sync(fleet.end, "one", signal.SIGKILL)
+            await anyio.to_thread.run_sync(lambda: fleet.node("one", *state, backend="local"))
+        assert [(each.exit_code, each.output) for each in results] == [(0, "yes /usr\nrun\n")]
 
 
 async def test_two_gateways_serve_the_same_sandboxes(fleet: Fleet) -> None:

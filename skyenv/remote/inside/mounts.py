@@ -5,6 +5,7 @@ An overlay made this way has any number of layers, where a mount(2) option strin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -101,21 +102,31 @@ def enter(space: int) -> None:
 def restack(pid: int, lowers: Sequence[str], upper: str, work: str) -> None:
     """Give the mount namespace of process `pid` another overlay as its root, everything else mounted in it as before.
 
-    For a child that ends soon: it moves into that namespace itself. Processes whose root it is find themselves in the
-    new one; what has a directory or file of the old one open keeps that, so nothing should.
+    Processes whose root it is find themselves in the new one; what has a directory or file of the old one open keeps
+    that, so nothing should. This process, which has one thread, visits that namespace and comes back to its own root.
     """
-    root, points = overlay(lowers, upper, work), points_below_root(pid)
-    space = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-    enter(space)
-    os.close(space)
-    trees = [(path, clone(path)) for path in points]
+    with contextlib.ExitStack() as stack:
+        home, there = (os.open(f"/proc/{who}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC) for who in ("self", pid))
+        stack.callback(os.close, home)
+        stack.callback(os.close, there)
+        points, root = points_below_root(pid), overlay(lowers, upper, work)
+        stack.callback(enter, home)
+        enter(there)
+        _exchange_root(root, points)
+
+
+def _exchange_root(root: int, points: Sequence[str]) -> None:
+    trees = {path: clone(path) for path in points}
     attach(root, points[0])
     try:
         os.chdir(points[0])
-        for path, tree in trees:
-            attach(tree, "." + path)
+        for path in points:
+            attach(trees.pop(path), "." + path)
         kernel.pivot_into(".")
     except OSError:
+        for tree in trees.values():
+            os.close(tree)
+        os.chdir("/")
         kernel.unmount(points[0])
         raise
 

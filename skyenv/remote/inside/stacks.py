@@ -103,12 +103,6 @@ class Stacks:
         self._count += 1
         fresh, lowers = f"{os.path.dirname(upper)}/work{self._count}", [*map(self.path, stack), *base_lower]
 
-        def job() -> None:
-            if moved:
-                move(wanted.pid, upper, self.path(wanted.name), lowers, fresh)
-            else:
-                copy_tree(upper, self.path(wanted.name))
-
         def finish(answer: str) -> None:
             if answer == "ok":
                 self._taken(wanted, stack, moved)
@@ -116,7 +110,15 @@ class Stacks:
                 self._bury(self.path(wanted.name))
             done(answer)
 
-        self._work(job, finish)
+        if not moved:
+            self._work(lambda: copy_tree(upper, self.path(wanted.name)), finish)
+            return
+        try:
+            move(wanted.pid, upper, self.path(wanted.name), lowers, fresh)
+        except OSError as error:
+            finish(str(error))
+        else:
+            finish("ok")
 
     def _taken(self, wanted: Snapshot, stack: Stack, moved: bool) -> None:
         above = (wanted.name, *stack) if self.stacked else (wanted.name,)
