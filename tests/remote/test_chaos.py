@@ -29,7 +29,8 @@ KILLS = int(os.environ.get("SKYENV_CHAOS_KILLS", "8"))
 CYCLES = int(os.environ.get("SKYENV_CHAOS_CYCLES", "40"))
 SEED = int(os.environ.get("SKYENV_CHAOS_SEED", "0"))
 CLIENTS = 3
-TTL = 20.0  # longer than any outage, or what nobody could renew would end
+HASTE = 0.3 if KILLS > 20 else 0.0  # how often a blow falls while the last one still hurts
+TTL = 60.0 if HASTE else 20.0  # longer than any outage, or what nobody could renew would end
 LATE = 20.0  # seconds that a busy machine may add to a lease
 RECOVERY = 60.0
 CLIENT = Path(__file__).with_name("chaos_client.py")
@@ -118,7 +119,7 @@ class Storm:
                 await anyio.sleep(0.05)
 
     async def strike(self, client: SandboxClient) -> None:
-        if self.rng.random() < 0.7:
+        if self.rng.random() >= HASTE:
             await self.work_goes_on()
         victim = self.rng.choice(["gateway", "n1", "n2", "client"])
         await anyio.sleep(self.rng.uniform(0.0, 1.0))
