@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import resource
 import signal
@@ -24,6 +25,7 @@ from skyenv.errors import ConfigError
 GRACE = 2
 KEEP_ALIVE = 75
 MAX_HEAD = 64 << 10
+HEAD_TIMEOUT = 30.0
 BACKLOG = 2048
 DESCRIPTORS = 1 << 16
 
@@ -73,11 +75,28 @@ class Listening:
 
 
 class _BoundedHead(HttpToolsProtocol):
-    """Refuses a request whose line and headers go on after `MAX_HEAD` bytes; the parser itself has no bound."""
+    """Refuses a request whose line and headers go on after `MAX_HEAD` bytes or are not there in `HEAD_TIMEOUT` seconds.
+
+    uvicorn itself bounds neither.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._in_head, self._head_bytes = False, 0
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._patience = self.loop.call_later(HEAD_TIMEOUT, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._calm()
+        super().connection_lost(exc)
+
+    def _calm(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def on_message_begin(self) -> None:
         self._in_head, self._head_bytes = True, 0
@@ -85,6 +104,7 @@ class _BoundedHead(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._calm()
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -93,6 +113,8 @@ class _BoundedHead(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEAD:
             self.send_400_response("The request's headers are too large.")
+        elif self._in_head and self._patience is None:
+            self._patience = self.loop.call_later(HEAD_TIMEOUT, self.transport.close)
 
 
 class _Server(uvicorn.Server):

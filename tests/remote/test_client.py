@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
 import httpx
 import pytest
 from anyio.abc import SocketStream
+from serving import serving
 from starlette.types import Receive, Scope, Send
 
 from skyenv.errors import SandboxError, SandboxLost, SandboxProtocolError, SandboxUnavailable
-from skyenv.remote import answers, node, sending
+from skyenv.remote import answers, listen, node, sending
 from skyenv.remote.backends import get
 from skyenv.remote.client import SandboxClient, connect
-from skyenv.remote.listen import Listening, serve_app
 from skyenv.remote.node import app_for
 from skyenv.remote.protocol import encode_meta
 from skyenv.remote.sandboxes import Node
 from skyenv.remote.sending import Fate, fate_of, sender_to
 
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nskyenv-meta: {}\r\n\r\nhi"
 RESULT = encode_meta({"exit_code": 0, "cwd": "/", "seconds": 0.0, "head": 2, "output_bytes": 2}).encode()
-
-
-@asynccontextmanager
-async def serving(app: Application) -> AsyncIterator[str]:
-    """A real server on loopback."""
-    stop, ready, urls = anyio.Event(), anyio.Event(), []
-
-    def on_ready(url: str) -> None:
-        urls.append(url)
-        ready.set()
-
-    listening = Listening(port=0)
-    with listening.bind() as listener:
-        async with anyio.create_task_group() as group:
-            group.start_soon(serve_app, app, listening, listener, stop, on_ready)
-            await ready.wait()
-            try:
-                yield urls[0]
-            finally:
-                stop.set()
 
 
 @asynccontextmanager
@@ -261,6 +240,27 @@ async def test_heads_and_bodies_are_bounded() -> None:
 
         assert (await http.post("/leases", content=endless())).status_code == 413
         assert (await http.get("/health")).status_code == 200
+
+
+async def test_who_never_finishes_a_request_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listen, "HEAD_TIMEOUT", 0.3)
+    whole = b"GET /health HTTP/1.1\r\nhost: n\r\n\r\n"
+    served = Node(get("process"))
+    async with served.open(), serving(app_for(served)) as url:
+        port = int(url.rpartition(":")[2])
+        for start in (b"", b"GET /health HT", whole + b"GET /hea"):
+            stream = await anyio.connect_tcp("127.0.0.1", port)
+            async with stream:
+                if start:
+                    await stream.send(start)
+                with anyio.fail_after(10):
+                    async for _part in stream:
+                        continue
+        async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            for _again in range(3):
+                await anyio.sleep(0.2)
+                await stream.send(whole)
+                assert (await stream.receive()).startswith(b"HTTP/1.1 200")
 
 
 def test_retry_after_is_a_whole_number_for_others() -> None:

@@ -68,6 +68,7 @@ class OciBackend(LocalBackend):
         self._groups = "/"
         self._puller: Puller | None = None
         self._used: dict[str, Image] = {}
+        self._works: set[tuple[str, str]] = set()
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
@@ -186,7 +187,12 @@ class OciBackend(LocalBackend):
         self._used[sandbox] = image
         own = self._own(sandbox, self._stack(image), request.spec, image.config.workdir or "/root")
         own["keep"] = {sandbox: asdict(image)}
-        return await self._fork(sandbox, request, record, own)
+        works = (image.digest, request.spec.shell)
+        if works in self._works:
+            own["shell_check"] = "known"
+        sock = await self._fork(sandbox, request, record, own)
+        self._works.add(works)
+        return sock
 
     async def _image_of(self, request: CreateRequest) -> Image:
         """The image that a request is for, held."""
@@ -219,7 +225,7 @@ class OciBackend(LocalBackend):
             "lower": [*layers, str(self._state / "skeleton")],
             "sysfs": str(self._state / "sysfs"),
             "home": home,
-            "shell_needed": False,
+            "shell_check": "optional",
         }
 
     def _lower(self, sandbox: str) -> list[str]:

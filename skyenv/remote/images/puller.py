@@ -236,6 +236,6 @@ class Puller:
         if usage > self._settings.full_at:
             raise SandboxUnavailable(
                 f"the disk of {self.store.root} is {usage:.0%} full and nothing there is unused",
-                30.0,
+                5.0,
                 reason="disk_full",
             )
