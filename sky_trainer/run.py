@@ -26,6 +26,7 @@ from sky_trainer.record import RunRecord, last_checkpoint, quarters, read_metric
 from sky_trainer.rollouts import Rollouts, opened
 from sky_trainer.starting import Sandboxes, starting_policy
 from sky_trainer.weights import SharedWeights
+from skyenv.envs.swe.records import require_records
 from skyenv.errors import ConfigError
 from skyenv.types import Trajectory
 from skyenv.vector.progress import OnEvent, PipelineEvent
@@ -54,6 +55,7 @@ def train(config: Config, display: Display) -> Outcome:
     if args.world_size > 1:
         raise ConfigError("training runs in one process; start it without torchrun or accelerate launch")
     tasks = choose_tasks(config.tasks)
+    require_records(tasks, config.tasks.source)
     prepare_directory(config)
     checkpoint = last_checkpoint(config.run_dir) if config.resume else None
     first_step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0

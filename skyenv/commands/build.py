@@ -16,10 +16,10 @@ from skyenv.errors import ConfigError
 
 if TYPE_CHECKING:
     from skyenv.core import SandboxProvider
-    from skyenv.envs.swe.making.candidates import Refusal, Row, Testing, WriteProblem
+    from skyenv.envs.swe.making.candidates import Admitted, Refusal, Testing, WriteProblem
 
 PYTEST = ("iniconfig==2.0.0", "packaging==24.2", "pluggy==1.5.0", "pytest==8.3.5")
-Made = AsyncGenerator["Row | Refusal", None]
+Made = AsyncGenerator["Admitted | Refusal", None]
 
 
 def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -81,6 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _build(arguments: argparse.Namespace) -> tuple[int, int]:
     from skyenv.envs.swe.making.candidates import Refusal
+    from skyenv.envs.swe.records import records_path, write_records
     from skyenv.remote.client import connect
 
     made = refused = 0
@@ -95,6 +96,7 @@ async def _build(arguments: argparse.Namespace) -> tuple[int, int]:
             else:
                 made += 1
                 _append(arguments.out, result)
+                write_records(records_path(arguments.out), [result.record])
                 print_line(f"admitted {result['task_id']}: {len(result['fail_to_pass'])} tests to fix")
     return made, refused
 
@@ -108,7 +110,7 @@ def _known_ids(out: Path) -> frozenset[str]:
     return frozenset(task.task_id for task in load_tasks(out))
 
 
-def _append(out: Path, row: Row) -> None:
+def _append(out: Path, row: Admitted) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("a", encoding="utf-8") as file:

@@ -78,8 +78,8 @@ def require_records(tasks: Sequence[SweTask], source: object) -> None:
     """ConfigError unless every task was admitted, naming the first that was not and the command that does it."""
     missing = [task.task_id for task in tasks if task.record is None]
     if missing:
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        others = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise ConfigError(
-            f"tasks: {missing[0]!r}{others} of {source} have no evaluation record, so nothing says that a reward would "
+            f"tasks: {missing[0]!r}{others} of {source} has no evaluation record, so nothing says that a reward would "
             f"mean anything; run `skyenv tasks validate {source}`"
         )

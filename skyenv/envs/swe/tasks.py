@@ -162,9 +162,13 @@ class SweTask:
 
     @property
     def digest(self) -> str:
-        """Digest of everything in the row that grading depends on."""
-        graded = dataclasses.replace(self, problem="", level=1, base=Path(), fix=None, decoys=(), record=None)
-        return hashlib.sha256(repr(graded).encode()).hexdigest()
+        """Digest of everything in the row that grading depends on; fields that hold nothing make no difference."""
+        fields = dataclasses.asdict(self)
+        for name in ("problem", "level", "base", "fix", "decoys", "record"):
+            del fields[name]
+        kinds = [type(part).__name__ for part in (self.source, self.tests, self.reference)]
+        text = json.dumps([kinds, _filled(fields)], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def admitted(self, record: Record) -> SweTask:
         """Return this task as admission found it: without flaky tests, with its time limit and allowances."""
@@ -176,3 +180,13 @@ class SweTask:
             timeout=min(self.timeout, max(60.0, 10 * record.seconds)),
             record=record,
         )
+
+
+def _filled(value: object) -> object:
+    """A nested value as JSON has it, without what is empty."""
+    if isinstance(value, Mapping):
+        parts = {str(name): _filled(item) for name, item in value.items()}
+        return {name: item for name, item in parts.items() if item not in (None, "", [], {}, False)}
+    if isinstance(value, list | tuple):
+        return [_filled(item) for item in value]
+    return value.hex() if isinstance(value, bytes) else value

@@ -18,7 +18,7 @@ from skyenv.envs.swe.environment import Environments
 from skyenv.envs.swe.grading import run_tests
 from skyenv.envs.swe.rows import parse_task
 from skyenv.envs.swe.sources import Tree
-from skyenv.envs.swe.tasks import SweTask
+from skyenv.envs.swe.tasks import Record, SweTask
 from skyenv.envs.swe.validation import validate_task
 from skyenv.envs.swe.verdict import Grade
 from skyenv.errors import ConfigError
@@ -77,6 +77,14 @@ class Refusal:
 
     task_id: str
     reason: str
+
+
+class Admitted(dict[str, Any]):
+    """A row that passed admission, and the record of it."""
+
+    def __init__(self, row: Row, record: Record) -> None:
+        super().__init__(row)
+        self.record = record
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +155,7 @@ async def admit(
     base: Path,
     write_problem: WriteProblem,
     runs: int = 1,
-) -> Row | Refusal:
+) -> Admitted | Refusal:
     """The finished row of a candidate that turned out sound, or why it is refused."""
     task_id = candidate.row["task_id"]
     tests = split(before, after)
@@ -162,10 +170,10 @@ async def admit(
         "pass_to_pass": sample(held, task_id),
     }
     try:
-        record = await validate_task(parse_task(row, "candidate", base), provider, runs=runs)
+        result = await validate_task(parse_task(row, "candidate", base), provider, runs=runs)
     except ConfigError as error:
         return Refusal(task_id, str(error))
-    return row if record["ok"] else Refusal(task_id, "; ".join(record["problems"])[:500])
+    return Admitted(row, result["record"]) if result["ok"] else Refusal(task_id, "; ".join(result["problems"])[:500])
 
 
 async def admit_change(
@@ -176,7 +184,7 @@ async def admit_change(
     *,
     write_problem: WriteProblem,
     runs: int = 1,
-) -> Row | Refusal:
+) -> Admitted | Refusal:
     """`admit` for a change from one source to another: both are run, the fixed one more than once."""
     base, row = Path(), candidate.row
     try:

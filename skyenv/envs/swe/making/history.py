@@ -14,9 +14,9 @@ from anyio import to_thread
 
 from skyenv.core import SandboxProvider
 from skyenv.envs.swe.making.candidates import (
+    Admitted,
     Candidate,
     Refusal,
-    Row,
     Testing,
     WriteProblem,
     admit_change,
@@ -65,7 +65,7 @@ class Commit:
 
 async def history_tasks(
     plan: HistoryPlan, provider: SandboxProvider, write_problem: WriteProblem, *, runs: int = 1
-) -> AsyncGenerator[Row | Refusal, None]:
+) -> AsyncGenerator[Admitted | Refusal, None]:
     """Rows that passed admission, newest commit first, and refusals of commits that looked like one.
 
     SourceUnavailable when the repository cannot be cloned.
@@ -85,7 +85,7 @@ async def history_tasks(
 
 async def _try(
     plan: HistoryPlan, commit: Commit, provider: SandboxProvider, write_problem: WriteProblem, runs: int
-) -> Row | Refusal | None:
+) -> Admitted | Refusal | None:
     """None for a commit that does not even look like a fix with tests."""
     tree = await fetch_tree(GitSource(plan.url, commit.commit), base=Path(), cache=default_cache())
     all_tests = test_files_of(tree, plan.testing.tests)

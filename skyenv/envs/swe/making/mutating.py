@@ -14,6 +14,7 @@ from typing import Any
 from skyenv.core import SandboxProvider
 from skyenv.envs.swe.making.candidates import (
     MAX_BROKEN_SHARE,
+    Admitted,
     Candidate,
     Observation,
     Refusal,
@@ -58,7 +59,7 @@ class MutationPlan:
 
 async def mutation_tasks(
     plan: MutationPlan, provider: SandboxProvider, write_problem: WriteProblem, *, runs: int = 1
-) -> AsyncGenerator[Row | Refusal, None]:
+) -> AsyncGenerator[Admitted | Refusal, None]:
     """Rows that passed admission, `plan.count` at most, and refusals between them, in the order of the seed.
 
     ConfigError when the source, its tests or its code cannot be found or its tests do not pass as they are.
@@ -103,7 +104,7 @@ async def _judge(
     provider: SandboxProvider,
     write_problem: WriteProblem,
     runs: int,
-) -> Row | Refusal:
+) -> Admitted | Refusal:
     """Refuse what breaks nothing or nearly all; what the telling test files are is known only now."""
     where = f"{mutation.path} {mutation.function} ({mutation.operator})"
     broken = after - before.passed

@@ -11,9 +11,9 @@ from anyio import to_thread
 
 from skyenv.core import SandboxProvider
 from skyenv.envs.swe.making.candidates import (
+    Admitted,
     Candidate,
     Refusal,
-    Row,
     Testing,
     WriteProblem,
     admit_change,
@@ -46,7 +46,7 @@ class ReleasePair:
 
 async def release_task(
     pair: ReleasePair, provider: SandboxProvider, write_problem: WriteProblem, *, runs: int = 1
-) -> Row | Refusal:
+) -> Admitted | Refusal:
     """The row of a pair that passed admission, or why it is refused. ConfigError for a release that is not there."""
     testing, task_id = pair.testing, pair.task_id
     old, old_tree = await _release(pair.name, pair.old)
