@@ -22,12 +22,12 @@ from typing import Any
 
 import anyio
 from _density import density
-from _images import debian_in_docker
+from _images import debian_folder, debian_in_docker
 from _latency import burst, create_latency, exec_latency, fork_latency, snapshot_latency, throughput
 from _measure import table
 from _processes import TOKEN, gateway_with, node_server
 from _substrates import BarePipe, CannotRun, DockerExec, FreshBash, Ours, Substrate, SweRex, docker_reason, local
-from _tax import concurrent, measure
+from _tax import Plan, concurrent, measure
 
 import skyenv
 
@@ -81,9 +81,12 @@ class Bench:
         image, reason = None, docker_reason()
         if reason is None:
             image = debian_in_docker()
+        limits = {"cpus": 1.0, "memory_bytes": 1 << 30}
+        root = stack.enter_context(debian_folder())
+        os.environ["SKYENV_LOCAL_IMAGES"] = str(root)
         wanted: list[Substrate] = [BarePipe(), FreshBash(), local(), SweRex(self.options.swerex)]
+        wanted.append(Ours("oci", lambda: node_server("--backend", "oci"), f"dir:{root}", **limits))
         if image is not None:
-            limits = {"cpus": 1.0, "memory_bytes": 1 << 30}
             wanted.append(Ours("docker", lambda: node_server("--backend", "docker"), image, **limits))
             wanted.append(DockerExec(image))
         for each in wanted:
@@ -98,15 +101,16 @@ class Bench:
 
     async def exec(self) -> None:
         """A command in a living session."""
-        self.results |= await exec_latency(self.substrates, self.options.times, self.shuffle)
+        self.results |= await exec_latency(self.substrates, self.options.times, self.shuffle, self.reasons)
         self.ratio("exec_vs_swerex", "exec swerex ms", "exec local ms")
         self.ratio("exec_vs_docker", "exec docker_exec ms", "exec local ms")
 
     async def create(self) -> None:
         """Creation and its first command; deletion."""
         chosen = self.chosen("local", "oci", "docker", "docker_exec", "swerex", "bare_pipe")
-        self.results |= await create_latency(chosen, self.options.creates, self.shuffle)
+        self.results |= await create_latency(chosen, self.options.creates, self.shuffle, self.reasons)
         self.ratio("create_vs_docker", "create + first exec docker_exec ms", "create + first exec local ms")
+        self.ratio("create_oci_vs_docker", "create + first exec docker_exec ms", "create + first exec oci ms")
         self.ratio("create_docker_vs_docker", "create + first exec docker_exec ms", "create + first exec docker ms")
 
     async def on_local(self, part: Callable[[Any], Awaitable[Results]]) -> None:
@@ -134,8 +138,8 @@ class Bench:
             async with through.opened():
                 self.results[f"gateway_execs_per_second_{nodes}"] = await throughput(through.client, 16, 4.0)
                 if nodes == 2:
-                    self.results |= await exec_latency([through], self.options.times, self.shuffle)
-                    self.results |= await create_latency([through], self.options.creates, self.shuffle)
+                    self.results |= await exec_latency([through], self.options.times, self.shuffle, self.reasons)
+                    self.results |= await create_latency([through], self.options.creates, self.shuffle, self.reasons)
                     await self.tax_through(through)
         with node_server("--backend", "local") as url:
             async with skyenv.connect(url, TOKEN) as client:
@@ -144,7 +148,8 @@ class Bench:
     async def tax_through(self, gateway: Ours) -> None:
         """The null trajectory through the gateway."""
         options = self.options
-        rows = await measure([gateway], "null", options.actions, options.creates, options.budget, self.shuffle)
+        plan = Plan("null", options.actions, options.creates, options.budget)
+        rows = await measure([gateway], plan, self.shuffle, self.reasons)
         self.results["tax_gateway_hours_per_million"] = rows["gateway"]["hours_per_million"]
 
     async def density(self) -> None:
@@ -157,7 +162,8 @@ class Bench:
         options = self.options
         chosen = self.chosen("bare_pipe", "local", "oci", "docker", "docker_exec", "swerex")
         for kind, actions in (("null", options.actions), ("bug-fix", options.actions // 3)):
-            rows = await measure(chosen, kind, actions, options.creates, options.budget, self.shuffle)
+            plan = Plan(kind, actions, options.creates, options.budget)
+            rows = await measure(chosen, plan, self.shuffle, self.reasons)
             bare = rows["bare_pipe"]["T ms"]["p50"]
             for name, row in rows.items():
                 self.results[f"tax {kind} {name} ms"] = row.pop("T ms")
