@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import tarfile
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 NAME = "skyenv-benchmark:latest"
@@ -18,6 +21,19 @@ def write_root(out: Path) -> None:
     images = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(images)
     images.write_debian(out)
+
+
+@contextmanager
+def debian_folder() -> Iterator[Path]:
+    """The same root file system as a directory."""
+    with tempfile.TemporaryDirectory(prefix="skyenv-bench-image-") as folder:
+        tar, root = Path(folder, "root.tar"), Path(folder, "root")
+        write_root(tar)
+        root.mkdir()
+        with tarfile.open(tar) as archive:
+            archive.extractall(root, filter="fully_trusted")
+        tar.unlink()
+        yield root
 
 
 def debian_in_docker() -> str:

@@ -21,6 +21,8 @@ import skyenv
 Results = dict[str, Any]
 COMMAND = "echo alive"
 ROUNDS = 10
+WARM_UPS = 3
+FAILURES = (RuntimeError, OSError, skyenv.SkyEnvError)
 
 
 async def timed(operation: Callable[[], Awaitable[Any]], times: int = 1) -> list[float]:
@@ -33,8 +35,13 @@ async def timed(operation: Callable[[], Awaitable[Any]], times: int = 1) -> list
     return seconds
 
 
-async def exec_latency(substrates: Sequence[Substrate], times: int, shuffle: random.Random) -> Results:
-    """A command in a living session of each substrate. Slow substrates run fewer, at least five a round."""
+async def exec_latency(
+    substrates: Sequence[Substrate], times: int, shuffle: random.Random, reasons: dict[str, str]
+) -> Results:
+    """A command in a living session of each substrate. Slow substrates run fewer, at least five a round.
+
+    What fails is left out from then on, and `reasons` tells why.
+    """
     seconds: dict[str, list[float]] = {each.name: [] for each in substrates}
     async with AsyncExitStack() as stack:
         sessions: dict[str, Execute] = {}
@@ -43,31 +50,46 @@ async def exec_latency(substrates: Sequence[Substrate], times: int, shuffle: ran
             await timed(lambda: sessions[each.name](COMMAND), 10)  # noqa: B023
         for _ in range(ROUNDS):
             for name in shuffle.sample(list(sessions), len(sessions)):
-                first = await timed(lambda: sessions[name](COMMAND), 5)  # noqa: B023
-                more = 0 if sum(first) > 0.1 else max(0, times // ROUNDS - 5)
-                seconds[name] += first + await timed(lambda: sessions[name](COMMAND), more)  # noqa: B023
-    return {f"exec {name} ms": spread(values) for name, values in seconds.items()}
+                try:
+                    first = await timed(lambda: sessions[name](COMMAND), 5)  # noqa: B023
+                    more = 0 if sum(first) > 0.1 else max(0, times // ROUNDS - 5)
+                    seconds[name] += first + await timed(lambda: sessions[name](COMMAND), more)  # noqa: B023
+                except FAILURES as error:
+                    del sessions[name]
+                    reasons[f"exec {name}"] = repr(error)
+    return {f"exec {name} ms": spread(values) for name, values in seconds.items() if values}
 
 
-async def create_latency(substrates: Sequence[Substrate], times: int, shuffle: random.Random) -> Results:
+async def create_latency(
+    substrates: Sequence[Substrate], times: int, shuffle: random.Random, reasons: dict[str, str]
+) -> Results:
     """From the wish for a fresh place to the end of its first command, and from its deletion to nothing left."""
     created: dict[str, list[float]] = {each.name: [] for each in substrates}
     deleted: dict[str, list[float]] = {each.name: [] for each in substrates}
-    for number in range(times + 3):
-        for each in shuffle.sample(list(substrates), len(substrates)):
-            async with AsyncExitStack() as stack:
-                start = time.perf_counter()
-                execute = await stack.enter_async_context(each.episode())
-                await execute(COMMAND)
-                ready = time.perf_counter()
-                created[each.name].append(ready - start)
-                start = time.perf_counter()
-            deleted[each.name].append(time.perf_counter() - start)
-        if number == 2:
-            for values in (*created.values(), *deleted.values()):
-                values.clear()
-    found = {f"create + first exec {name} ms": spread(values) for name, values in created.items()}
-    return found | {f"teardown {name} ms": spread(values) for name, values in deleted.items()}
+    left = list(substrates)
+    for number in range(times + WARM_UPS):
+        for each in shuffle.sample(left, len(left)):
+            try:
+                ready, gone = await _cycle(each)
+            except FAILURES as error:
+                left.remove(each)
+                reasons[f"create {each.name}"] = repr(error)
+                continue
+            if number >= WARM_UPS:
+                created[each.name].append(ready)
+                deleted[each.name].append(gone)
+    found = {f"create + first exec {name} ms": spread(values) for name, values in created.items() if values}
+    return found | {f"teardown {name} ms": spread(values) for name, values in deleted.items() if values}
+
+
+async def _cycle(substrate: Substrate) -> tuple[float, float]:
+    async with AsyncExitStack() as stack:
+        start = time.perf_counter()
+        execute = await stack.enter_async_context(substrate.episode())
+        await execute(COMMAND)
+        ready = time.perf_counter() - start
+        start = time.perf_counter()
+    return ready, time.perf_counter() - start
 
 
 PREPARE = (
@@ -148,6 +170,37 @@ async def snapshot_latency(client: Any, times: int) -> Results:
             assert result.output == f"{number}\n{number}\nf\n", result
             await client.delete_snapshot(snapshot)
     return {"snapshot ms": spread(kept), "rollback ms": spread(put_back)}
+
+
+async def pause_latency(client: Any, times: int) -> Results:
+    """Everything in a sandbox stopped, memory kept, and let go on; then the command that it had been asked."""
+    paused, resumed = [], []
+    async with client.sandbox() as box:
+        await box.exec(COMMAND)
+        for _ in range(times):
+            paused += await timed(box.pause)
+            resumed += await timed(box.resume)
+            assert (await box.exec(COMMAND)).output == "alive\n"
+    return {"pause ms": spread(paused), "resume ms": spread(resumed)}
+
+
+async def warm_latency(client: Any, times: int) -> Results:
+    """A sandbox from a pool that had one ready, to the end of its first command."""
+    spec = {"pids": 777}  # a kind of its own
+    claimed: list[float] = []
+    await client.prefetch(count=times, **spec)
+    with anyio.fail_after(60 + times):
+        while sum(pool["ready"] for pool in (await client.health())["pools"]) < times:  # noqa: ASYNC110
+            await anyio.sleep(0.1)
+    async with AsyncExitStack() as stack:
+
+        async def claim() -> None:
+            box = await stack.enter_async_context(client.sandbox(**spec))
+            await box.exec(COMMAND)
+
+        claimed += await timed(claim, times)
+    await client.prefetch(count=0, **spec)
+    return {"warm claim + first exec ms": spread(claimed)}
 
 
 async def burst(client: Any, count: int) -> Results:

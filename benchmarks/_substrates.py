@@ -25,6 +25,7 @@ import skyenv
 
 Execute = Callable[[str], Awaitable[None]]
 DRIVER = Path(__file__).with_name("peers") / "swerex_driver.py"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # as in a sandbox
 SWEREX = "swe-rex==1.4.0"
 
 
@@ -46,7 +47,9 @@ class Substrate(Protocol):
 def _piped(*command: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """A process in a fresh directory, and its pipes; killed at the end."""
     folder = tempfile.mkdtemp(prefix="skyenv-bench-")
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder, env={**os.environ, "PATH": PATH}
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -152,6 +155,7 @@ class SweRex:
 
     def __init__(self, folder: Path) -> None:
         self._python = folder / "bin" / "python"
+        self._pipes: tuple[IO[bytes], IO[bytes]]
 
     @staticmethod
     def install(folder: Path) -> None:
@@ -163,21 +167,27 @@ class SweRex:
     async def opened(self) -> AsyncIterator[None]:
         if not self._python.exists():
             raise CannotRun(f"no SWE-ReX in {self._python.parent.parent}; run with --install-swerex")
-        yield
+        # Its imports happen here, once, as they would in a trainer.
+        with _piped(str(self._python), str(DRIVER)) as self._pipes:
+            yield
+
+    async def _ask(self, **request: str) -> None:
+        source, sink = self._pipes
+        source.write(json.dumps(request).encode() + b"\n")
+        source.flush()
+        line = sink.readline()
+        if line.strip() != b"0":
+            raise RuntimeError(f"SWE-ReX: {request} ended with {line!r}")
 
     @asynccontextmanager
     async def episode(self) -> AsyncIterator[Execute]:
-        # The driver kills itself with its standard input; what it imports counts as its server's start.
-        with _piped(str(self._python), str(DRIVER)) as (source, sink):
-
-            async def execute(command: str) -> None:
-                source.write(json.dumps(command).encode() + b"\n")
-                source.flush()
-                line = sink.readline()
-                if line.strip() != b"0":
-                    raise RuntimeError(f"SWE-ReX: {command!r} ended with {line!r}")
-
-            yield execute
+        folder = tempfile.mkdtemp(prefix="skyenv-bench-")
+        await self._ask(op="start", folder=folder)
+        try:
+            yield lambda command: self._ask(op="exec", command=command)
+        finally:
+            await self._ask(op="stop")
+            shutil.rmtree(folder)
 
 
 class DockerExec:

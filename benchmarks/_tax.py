@@ -1,8 +1,9 @@
 """The rollout tax: what a trajectory's sandbox costs beside the model, projected to a million trajectories.
 
 T is (a) creation to the end of the first command, plus (b) the actions, plus (c) deletion until nothing is left. Every
-substrate runs the same command texts with 1 CPU and 1 GiB. The *null* actions are shell builtins (`true`, a 4 KiB read
-that is printed, an edit of one line), so T is overhead only; the *bug-fix* actions search, read, edit and run tests.
+substrate runs the same command texts with 1 CPU and 1 GiB (a bare bash and SWE-ReX: with all there is). The *null*
+actions are shell builtins (`true`, a 4 KiB read that is printed, an edit of one line), so T is overhead only; the
+*bug-fix* actions search, read, edit and run tests with the system's own Python (in container images: a copy of ours).
 Worker-hours are a million times T over 3600, inference left out. Other machines' numbers cannot be set beside these;
 the ratio to `docker exec` in the same run can.
 """
@@ -13,33 +14,34 @@ import random
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
+from _latency import FAILURES
 from _measure import spread
 from _substrates import Execute, Substrate
 
 MILLION = 1_000_000
-SEED_NULL = "mkdir -p tax && cd tax && printf '%4096s' x > data && printf 'a = 1\\nvalue = 0\\nb = 2\\n' > file"
-READ = 'IFS= read -r -N 4096 x < data; printf %s "$x"'
+SEED_NULL = "mkdir tax && printf '%4096s' x > tax/data && printf 'a = 1\\nvalue = 0\\nb = 2\\n' > tax/file"
+READ = 'IFS= read -r -N 4096 x < tax/data && printf %s "$x"'
+EDIT = 'mapfile -t l < tax/file && l[1]="value = {n}" && printf "%s\\n" "${{l[@]}}" > tax/file'
 SEED_BUG = (
-    'mkdir -p bug && cd bug && for n in $(seq 30); do echo "def f$n(x): return x + $n" > m$n.py; done && '
-    "echo 'def total(values): return sum(values) - 1' > fixme.py && "
+    'mkdir bug && for n in $(seq 30); do echo "def f$n(x): return x + $n" > bug/m$n.py; done && '
+    "echo 'def total(values): return sum(values) - 1' > bug/fixme.py && "
     "printf 'import unittest, fixme\\nclass T(unittest.TestCase):\\n    def test(self):\\n"
-    "        self.assertEqual(fixme.total([1, 2]), 3)\\n' > test_fixme.py"
+    "        self.assertEqual(fixme.total([1, 2]), 3)\\n' > bug/test_fixme.py"
 )
 BUG_FIX = (
-    "grep -rn 'def total' . > /dev/null",
-    "sed -n 1,40p fixme.py > /dev/null",
-    "sed -i 's/sum(values).*/sum(values)/' fixme.py",
-    "python3 -m unittest -q test_fixme 2> /dev/null",
+    "grep -rn 'def total' bug > /dev/null",
+    "sed -n 1,40p bug/fixme.py > /dev/null",
+    "sed -i 's/sum(values).*/sum(values)/' bug/fixme.py",
+    "(cd bug && python3 -m unittest -q test_fixme 2> /dev/null)",
 )
 
 
 def null_actions(count: int) -> list[str]:
     """The fixed sequence: a third each of nothing, a read and an edit."""
-    edit = 'mapfile -t l < file; l[1]="value = {n}"; printf "%s\\n" "${{l[@]}}" > file'
-    return [("true", READ, edit.format(n=n))[n % 3] for n in range(count)]
+    return [("true", READ, EDIT.format(n=n))[n % 3] for n in range(count)]
 
 
 def bug_fix_actions(count: int) -> list[str]:
@@ -60,21 +62,43 @@ async def trajectory(substrate: Substrate, seed: str, actions: Sequence[str]) ->
     return started - begin, acted - started, time.perf_counter() - acted
 
 
+class Plan(NamedTuple):
+    """What to run: "null" or "bug-fix" actions, so many, in so many episodes; `budget` seconds for each substrate."""
+
+    kind: str
+    actions: int
+    episodes: int
+    budget: float
+
+    def texts(self) -> tuple[str, list[str]]:
+        """The first command, and the actions."""
+        if self.kind == "null":
+            return SEED_NULL, null_actions(self.actions)
+        return SEED_BUG, bug_fix_actions(self.actions)
+
+
 async def measure(
-    substrates: Sequence[Substrate], kind: str, actions: int, episodes: int, budget: float, shuffle: random.Random
+    substrates: Sequence[Substrate], plan: Plan, shuffle: random.Random, reasons: dict[str, str]
 ) -> dict[str, Any]:
-    """Episodes in shuffled order, after a warm-up of each; a substrate that used `budget` seconds gets no more."""
-    seed, sequence = (SEED_NULL, null_actions(actions)) if kind == "null" else (SEED_BUG, bug_fix_actions(actions))
+    """Episodes in shuffled order, after a warm-up of each; what used up its budget gets no more, what fails neither."""
+    seed, sequence = plan.texts()
     found: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in substrates}
     spent = dict.fromkeys(found, 0.0)
-    for each in substrates:
-        await trajectory(each, seed, sequence[:8])
-    for _ in range(episodes):
-        for each in shuffle.sample(list(substrates), len(substrates)):
-            if spent[each.name] < budget or len(found[each.name]) < 2:
-                found[each.name].append(await trajectory(each, seed, sequence))
-                spent[each.name] += sum(found[each.name][-1])
-    return {name: _row(values) for name, values in found.items()}
+    left = list(substrates)
+    for number in range(plan.episodes + 1):
+        for each in shuffle.sample(left, len(left)):
+            if spent[each.name] > plan.budget and len(found[each.name]) >= 2:
+                continue
+            try:
+                seconds = await trajectory(each, seed, sequence[: None if number else 8])
+            except FAILURES as error:
+                left.remove(each)
+                reasons[f"tax {plan.kind} {each.name}"] = repr(error)
+                continue
+            if number:
+                found[each.name].append(seconds)
+                spent[each.name] += sum(seconds)
+    return {name: _row(values) for name, values in found.items() if values}
 
 
 def _row(values: list[tuple[float, float, float]]) -> dict[str, Any]:

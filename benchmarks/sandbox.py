@@ -22,17 +22,33 @@ from typing import Any
 
 import anyio
 from _density import density
-from _images import debian_in_docker
-from _latency import burst, create_latency, exec_latency, fork_latency, snapshot_latency, throughput
+from _images import debian_folder, debian_in_docker
+from _latency import (
+    burst,
+    create_latency,
+    exec_latency,
+    fork_latency,
+    pause_latency,
+    snapshot_latency,
+    throughput,
+    warm_latency,
+)
 from _measure import table
 from _processes import TOKEN, gateway_with, node_server
 from _substrates import BarePipe, CannotRun, DockerExec, FreshBash, Ours, Substrate, SweRex, docker_reason, local
-from _tax import concurrent, measure
+from _tax import Plan, concurrent, measure
 
 import skyenv
 
 PARTS = ("exec", "create", "fork", "snapshot", "burst", "gateway", "density", "tax")
-HEADLINES = ("exec_vs_swerex", "create_vs_docker", "group_fork_vs_one", "live_sandboxes", "tax_hours_per_million")
+# The figures that are always told, and what each needs: its part first.
+HEADLINES = {
+    "exec_vs_swerex": ("exec", "substrate swerex", "exec swerex"),
+    "create_vs_docker": ("create", "substrate docker_exec", "create docker_exec"),
+    "group_fork_vs_one": ("fork",),
+    "live_sandboxes": ("density",),
+    "tax_hours_per_million": ("tax", "tax null local"),
+}
 Results = dict[str, Any]
 
 
@@ -62,11 +78,6 @@ class Bench:
         self.reasons: dict[str, str] = {}
         self.substrates: list[Substrate] = []
 
-    def cannot(self, name: str, reason: str) -> None:
-        """Say that a figure cannot be had here."""
-        self.results[name] = None
-        self.reasons[name] = reason
-
     def ratio(self, name: str, other: str, ours: str) -> None:
         """How many times faster ours is, at the median."""
         if other in self.results and ours in self.results:
@@ -81,9 +92,12 @@ class Bench:
         image, reason = None, docker_reason()
         if reason is None:
             image = debian_in_docker()
+        limits = {"cpus": 1.0, "memory_bytes": 1 << 30}
+        root = stack.enter_context(debian_folder())
+        os.environ["SKYENV_LOCAL_IMAGES"] = str(root)
         wanted: list[Substrate] = [BarePipe(), FreshBash(), local(), SweRex(self.options.swerex)]
+        wanted.append(Ours("oci", lambda: node_server("--backend", "oci"), f"dir:{root}", **limits))
         if image is not None:
-            limits = {"cpus": 1.0, "memory_bytes": 1 << 30}
             wanted.append(Ours("docker", lambda: node_server("--backend", "docker"), image, **limits))
             wanted.append(DockerExec(image))
         for each in wanted:
@@ -98,15 +112,16 @@ class Bench:
 
     async def exec(self) -> None:
         """A command in a living session."""
-        self.results |= await exec_latency(self.substrates, self.options.times, self.shuffle)
+        self.results |= await exec_latency(self.substrates, self.options.times, self.shuffle, self.reasons)
         self.ratio("exec_vs_swerex", "exec swerex ms", "exec local ms")
         self.ratio("exec_vs_docker", "exec docker_exec ms", "exec local ms")
 
     async def create(self) -> None:
         """Creation and its first command; deletion."""
         chosen = self.chosen("local", "oci", "docker", "docker_exec", "swerex", "bare_pipe")
-        self.results |= await create_latency(chosen, self.options.creates, self.shuffle)
+        self.results |= await create_latency(chosen, self.options.creates, self.shuffle, self.reasons)
         self.ratio("create_vs_docker", "create + first exec docker_exec ms", "create + first exec local ms")
+        self.ratio("create_oci_vs_docker", "create + first exec docker_exec ms", "create + first exec oci ms")
         self.ratio("create_docker_vs_docker", "create + first exec docker_exec ms", "create + first exec docker ms")
 
     async def on_local(self, part: Callable[[Any], Awaitable[Results]]) -> None:
@@ -118,10 +133,12 @@ class Bench:
     async def fork(self) -> None:
         """Prepared once, forked for each."""
         await self.on_local(lambda client: fork_latency(client, self.options.creates))
+        await self.on_local(lambda client: warm_latency(client, min(20, self.options.creates)))
 
     async def snapshot(self) -> None:
-        """Files and shell state of a living session."""
+        """Files and shell state of a living session; a session that is paused."""
         await self.on_local(lambda client: snapshot_latency(client, self.options.creates))
+        await self.on_local(lambda client: pause_latency(client, self.options.creates))
 
     async def burst(self) -> None:
         """Fifty creations at once."""
@@ -134,8 +151,8 @@ class Bench:
             async with through.opened():
                 self.results[f"gateway_execs_per_second_{nodes}"] = await throughput(through.client, 16, 4.0)
                 if nodes == 2:
-                    self.results |= await exec_latency([through], self.options.times, self.shuffle)
-                    self.results |= await create_latency([through], self.options.creates, self.shuffle)
+                    self.results |= await exec_latency([through], self.options.times, self.shuffle, self.reasons)
+                    self.results |= await create_latency([through], self.options.creates, self.shuffle, self.reasons)
                     await self.tax_through(through)
         with node_server("--backend", "local") as url:
             async with skyenv.connect(url, TOKEN) as client:
@@ -144,7 +161,8 @@ class Bench:
     async def tax_through(self, gateway: Ours) -> None:
         """The null trajectory through the gateway."""
         options = self.options
-        rows = await measure([gateway], "null", options.actions, options.creates, options.budget, self.shuffle)
+        plan = Plan("null", options.actions, options.creates, options.budget)
+        rows = await measure([gateway], plan, self.shuffle, self.reasons)
         self.results["tax_gateway_hours_per_million"] = rows["gateway"]["hours_per_million"]
 
     async def density(self) -> None:
@@ -157,7 +175,8 @@ class Bench:
         options = self.options
         chosen = self.chosen("bare_pipe", "local", "oci", "docker", "docker_exec", "swerex")
         for kind, actions in (("null", options.actions), ("bug-fix", options.actions // 3)):
-            rows = await measure(chosen, kind, actions, options.creates, options.budget, self.shuffle)
+            plan = Plan(kind, actions, options.creates, options.budget)
+            rows = await measure(chosen, plan, self.shuffle, self.reasons)
             bare = rows["bare_pipe"]["T ms"]["p50"]
             for name, row in rows.items():
                 self.results[f"tax {kind} {name} ms"] = row.pop("T ms")
@@ -173,6 +192,13 @@ class Bench:
                     hours = await concurrent(each, options.actions, width)
                     self.results[f"tax null {each.name} {width} at a time, hours per million"] = hours
 
+    def why(self, headline: str) -> str:
+        """Why a figure is not there."""
+        part, *others = HEADLINES[headline]
+        if part not in self.options.only:
+            return f"the part {part!r} was not run"
+        return next((self.reasons[name] for name in (part, *others) if name in self.reasons), "unknown")
+
     def report(self) -> None:
         """A table, then the JSON object."""
         table(self.results)
@@ -180,8 +206,7 @@ class Bench:
             print(f"{name}: not measured: {reason}")
         if self.options.json:
             machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "kernel": platform.release()}
-            reasons = {f"{name}_reason": self.reasons.get(name, "its part was not run") for name in HEADLINES}
-            missing = {key: why for key, why in reasons.items() if self.results[key.removesuffix("_reason")] is None}
+            missing = {f"{name}_reason": self.why(name) for name in HEADLINES if self.results[name] is None}
             facts = {"machine": machine, "seed": self.options.seed, "python": platform.python_version()}
             print(json.dumps({**self.results, **missing, "not_measured": self.reasons, **facts}))
 

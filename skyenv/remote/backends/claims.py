@@ -1,23 +1,38 @@
 """Pods from a warm pool of agent-sandbox (agents.x-k8s.io), where its controller runs: a claim brings one that waits.
 
-The pool's template must be such a pod as `pods.make_pod` makes (`deploy/chart` writes one); claims carry no variables
-and no volumes of their own, because those would force a cold start. A claim is named after its sandbox, so claiming
-again finds it, and deleting it deletes its pod.
+The pool's template must be such a pod as the backend makes; `python -m skyenv.remote.backends.claims` writes it. Claims
+carry no variables and no volumes of their own, because those would force a cold start. A claim is named after its
+sandbox, and deleting it deletes its pod.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import anyio
+import yaml
 
 from skyenv.errors import SandboxLost, SandboxUnavailable
 from skyenv.remote.backends.cluster import Cluster
-from skyenv.remote.backends.pods import KubernetesOptions, pod_name
+from skyenv.remote.backends.pods import KubernetesOptions, Wanted, make_pod, pod_name, read_options
+from skyenv.remote.protocol import Spec
 
 GROUP = "apis/extensions.agents.x-k8s.io/v1beta1"
 POLL = 0.1
+
+
+def pool(name: str, image: str, replicas: int, options: KubernetesOptions) -> list[dict[str, Any]]:
+    """The template and the warm pool, as objects to apply. A warm pod waits for a node for as long as it may live."""
+    wanted = Wanted("", image, Spec(), options.lifetime, {})
+    version = GROUP.removeprefix("apis/")
+    template = {"podTemplate": {"spec": make_pod(wanted, options)["spec"]}}
+    warm = {"replicas": replicas, "sandboxTemplateRef": {"name": name}}
+    return [
+        {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+        for kind, spec in (("SandboxTemplate", template), ("SandboxWarmPool", warm))
+    ]
 
 
 class Claims:
@@ -26,7 +41,6 @@ class Claims:
     def __init__(self, cluster: Cluster, options: KubernetesOptions) -> None:
         self._cluster = cluster
         self._timeout = options.start_timeout
-        self._held: set[str] = set()
 
     async def claim(self, sandbox: str, pool: str, labels: Mapping[str, str], annotations: Mapping[str, str]) -> str:
         """The name of the pod that the claim brought, labelled as ours. SandboxUnavailable when none comes in time."""
@@ -37,7 +51,6 @@ class Claims:
             "metadata": {"name": name, "labels": dict(labels)},
             "spec": {"warmPoolRef": {"name": pool}},
         }
-        self._held.add(sandbox)
         await self._cluster.call("POST", self._cluster.path("sandboxclaims", group=GROUP), body=body)
         with anyio.move_on_after(self._timeout):
             pod = await self._pod(name)
@@ -56,14 +69,11 @@ class Claims:
             await anyio.sleep(POLL)
 
     async def release(self, sandbox: str) -> None:
-        """Delete the claim, and with it the pod. Idempotent."""
-        if sandbox in self._held:
-            self._held.discard(sandbox)
-            try:
-                path = self._cluster.path("sandboxclaims", pod_name(sandbox), group=GROUP)
-                await self._cluster.call("DELETE", path)
-            except SandboxLost:
-                pass
+        """Delete the claim, and with it the pod. Idempotent; most sandboxes have none."""
+        try:
+            await self._cluster.call("DELETE", self._cluster.path("sandboxclaims", pod_name(sandbox), group=GROUP))
+        except SandboxLost:
+            pass
 
 
 def _pod_of(claim: dict[str, Any]) -> str:
@@ -71,3 +81,14 @@ def _pod_of(claim: dict[str, Any]) -> str:
     status = claim.get("status") or {}
     ready = any(each["type"] == "Ready" and each["status"] == "True" for each in status.get("conditions") or ())
     return str((status.get("sandbox") or {}).get("name") or "") if ready else ""
+
+
+def main(arguments: list[str]) -> None:
+    """`NAME IMAGE REPLICAS [OPTION=VALUE...]`: the pool's objects as YAML, for `kubectl apply`."""
+    name, image, replicas, *pairs = arguments
+    options = {key: yaml.safe_load(value) for key, _equals, value in (pair.partition("=") for pair in pairs)}
+    sys.stdout.write(yaml.safe_dump_all(pool(name, image, int(replicas), read_options(options))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -317,7 +317,7 @@ class KubernetesBackend:
             await _let_end(link)
         name = self._pods.pop(sandbox, None)
         self._env.pop(sandbox, None)
-        if self._claims is not None:
+        if self._claims is not None and self._options.warm_pools:
             await self._claims.release(sandbox)
         await self._api.delete_pod(name or pods.pod_name(sandbox))
 

@@ -18,7 +18,7 @@ class Workers:
 
     def __init__(self) -> None:
         self._working: dict[int, tuple[Done, int]] = {}
-        self._removing: set[int] = set()
+        self._removing: dict[int, str] = {}
 
     @property
     def pids(self) -> set[int]:
@@ -42,25 +42,23 @@ class Workers:
         self._working[pid] = (done, reader)
 
     def remove_later(self, path: str) -> None:
-        """Rename a directory at once and remove it in a child; nothing when there is none."""
+        """Rename a directory at once and remove it in a child; nothing when there is none.
+
+        That child is no copy of this process, which would cost more than most removals.
+        """
         if not os.path.isdir(path):
             return
         trash = f"{path}.gone"
         with contextlib.suppress(OSError):
             kernel.unmount(path)
         os.rename(path, trash)
-        pid = os.fork()
-        if not pid:
-            try:
-                _be_quiet()
-                remove_tree(trash)
-            finally:
-                os._exit(0)
-        self._removing.add(pid)
+        self._removing[os.posix_spawnp("rm", ["rm", "-rf", "--", trash], os.environ)] = trash
 
     def reaped(self, pid: int) -> None:
         """A child has ended; nothing when it is none of these."""
-        self._removing.discard(pid)
+        trash = self._removing.pop(pid, None)
+        if trash is not None and os.path.isdir(trash):  # what may not be entered or written needs another mode first
+            self.start(lambda: remove_tree(trash), lambda _answer: None)
         if pid in self._working:
             done, reader = self._working.pop(pid)
             answer = os.read(reader, 4096).decode(errors="replace")
