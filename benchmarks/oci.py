@@ -49,7 +49,7 @@ def bare(runtime: str, root: Path, folder: Path, cycles: int) -> list[float]:
     """Milliseconds for `runtime run --detach`, nothing else."""
     sysfs = folder / "sysfs"
     sysfs.mkdir(exist_ok=True)
-    bundle = runtimes.bundle(base_uid=None, sleeper=runtimes.find_sleeper("oci"), tmpfs_bytes=1 << 20, groups=None)
+    bundle = runtimes.bundle(base_uid=None, sleeper=runtimes.find_sleeper("oci"), tmpfs_bytes=1 << 20)
     bundle["root"] = {"path": str(root), "readonly": False}
     for mount in bundle["mounts"]:
         mount["source"] = mount["source"] or str(sysfs)

@@ -69,8 +69,8 @@ class ServeOptions:
             raise ConfigError(f"host {self.listening.host} is reachable from other machines; pass a token")
         if self.slots < 1 or self.queue < 0 or self.queue_timeout <= 0 or self.drain_timeout < 0:
             raise ConfigError("slots must be at least 1, queue and drain_timeout 0, queue_timeout more than 0")
-        if self.allow_egress and (anybody or self.backend != "local"):
-            raise ConfigError("--allow-egress: needs --token or --token-file, and backend 'local'")
+        if self.allow_egress and (anybody or self.backend not in ("local", "oci")):
+            raise ConfigError("--allow-egress: needs --token or --token-file, and backend 'local' or 'oci'")
         if self.gateways:
             self._check_gateways()
 

@@ -35,6 +35,7 @@ from skyenv.remote.channel import Channel
 from skyenv.remote.inside.state import Saved
 from skyenv.remote.inside.wire import Frame
 from skyenv.remote.metrics import Metrics
+from skyenv.remote.pipes import drain, feed
 from skyenv.remote.protocol import ExecParameters, PollParameters
 from skyenv.remote.tasks import background_tasks
 from skyenv.types import SandboxStats
@@ -42,11 +43,11 @@ from skyenv.types import SandboxStats
 LOG = logging.getLogger(__name__)
 ENDED = "the sandbox's first process ended (killed, or out of memory)"
 INLINE = 1 << 20
-CHUNK = 1 << 18
 FILE_TIMEOUT = 600.0
 END_GRACE = 15.0
 LONGEST = 8 * 86400.0
 LEAST_SLACK = 1.0
+MOST_ACKNOWLEDGED = 64  # between two requests to the init
 _FIELDS = (
     *("exit_code", "timed_out", "oom", "session_restarted", "running"),
     *("cwd", "cwd_missing", "seconds", "head", "output_bytes"),
@@ -99,6 +100,7 @@ class Session:
         self._backend = backend
         self._last_use: float = min(time.monotonic(), record["expires"] - self.ttl)
         self._acknowledged: list[str] = []
+        self._last_acknowledged = ""
         self._askers = 0
         self.last_seconds: float | None = None
         self._turning = anyio.Lock()
@@ -139,7 +141,9 @@ class Session:
     def acknowledge(self, key: str) -> None:
         """The client has the answer of this call; the init is told with the next request."""
         self.calls.drop(key)
-        self._acknowledged.append(key)
+        if key != self._last_acknowledged and len(self._acknowledged) < MOST_ACKNOWLEDGED:
+            self._acknowledged.append(key)
+            self._last_acknowledged = key
 
     async def freeze(self) -> None:
         """Let nothing inside run until something is asked of it or `thaw`. The time of a running command stands still.
@@ -364,7 +368,7 @@ class Session:
         try:
             async with background_tasks() as group:
                 drained = anyio.Event()
-                group.start_soon(_drain, reader, chunks, drained)
+                group.start_soon(drain, reader, chunks, drained)
                 try:
                     await self.ask(op, header, fds=(writer,), timeout=FILE_TIMEOUT)
                 finally:
@@ -379,41 +383,10 @@ class Session:
         reader, writer = os.pipe()
         try:
             async with background_tasks() as group:
-                group.start_soon(_feed, writer, data)
+                group.start_soon(feed, writer, data)
                 await self.ask(op, header, fds=(reader,), timeout=FILE_TIMEOUT)
         finally:
             os.close(reader)
-
-
-async def _drain(reader: int, chunks: list[bytes], drained: anyio.Event) -> None:
-    os.set_blocking(reader, False)
-    while True:
-        await anyio.wait_readable(reader)
-        try:
-            chunk = os.read(reader, CHUNK)
-        except BlockingIOError:
-            continue
-        if not chunk:
-            drained.set()
-            return
-        chunks.append(chunk)
-
-
-async def _feed(writer: int, data: bytes) -> None:
-    """Write all of `data` and close; a reader that stops early says so itself."""
-    os.set_blocking(writer, False)
-    view = memoryview(data)
-    try:
-        while view:
-            await anyio.wait_writable(writer)
-            try:
-                view = view[os.write(writer, view[:CHUNK]) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError:
-                return
-    finally:
-        os.close(writer)
 
 
 def _any_result(frame: Frame) -> Result:

@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from conftest import BUSYBOX
 from registries import INDEX, Built, Fault, Proxy, digest, index_of, layer, member, proxied, put_manifest, registry
 
 from skyenv.errors import ConfigError, SandboxUnavailable
@@ -266,6 +267,15 @@ async def test_a_directory_is_an_image(tmp_path: Path) -> None:
     async with opened(tmp_path) as puller:
         image = await puller.take(f"dir:{root}")
         assert content(puller, image.layers) == [["bin", "new"]]
+
+
+@pytest.mark.docker
+async def test_an_image_of_an_engine_is_exported(tmp_path: Path, engine: str) -> None:
+    async with opened(tmp_path) as puller:
+        image = await puller.take(f"docker-daemon:{BUSYBOX}")
+        assert "bin" in content(puller, image.layers)[-1]
+        with pytest.raises(ConfigError, match="the engine answered"):
+            await puller.take("docker-daemon:skyenv-test/none:1")
 
 
 @pytest.mark.parametrize("name", ["dir:/root", "oci:/etc", "dir:{}/link"])

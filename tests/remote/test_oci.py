@@ -13,10 +13,12 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from fleet_processes import fleet_in
 from node_processes import SERVE_OCI, served
 from registries import INDEX, Built, Proxy, index_of, layer, member, proxied, put_manifest, registry
 
 from skyenv.errors import ConfigError, SandboxError, SandboxUnavailable
+from skyenv.remote.backends import get
 from skyenv.remote.backends.oci import OciBackend
 from skyenv.remote.backends.runtimes import find_sleeper
 from skyenv.remote.client import SandboxClient, connect
@@ -260,3 +262,31 @@ async def test_no_runtime_is_an_error_that_says_why(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="install catatonit"):
         find_sleeper("oci", places=())
+
+
+async def test_the_command_line_serves_images(layouts: Path, tmp_path: Path) -> None:
+    """Options of images on the command line; the machine's network only for who asks and may."""
+    options = [f"paths=[{layouts}]", f"root={layouts}/store"]
+    with fleet_in(tmp_path) as fleet:
+        flags = [part for option in options for part in ("--backend-option", option)]
+        image = ["--image", f"oci:{layouts}/busybox", "--runtime", "crun"]
+        fleet.start(
+            "node", "serve", "--port", "0", "--token", "secret", "--backend", "oci", "--allow-egress", *image, *flags
+        )
+        url = fleet.urls["node"]
+        reach = f"nc -w 2 127.0.0.1 {url.rpartition(':')[2]} </dev/null && echo reached"
+        async with connect(url, "secret") as client:
+            async with client.sandbox(network="host") as box:
+                assert (await box.exec(reach)).output == "reached\n"
+                assert (await box.exec("cat /etc/resolv.conf")).output == Path("/etc/resolv.conf").read_text()
+                assert (await box.exec("ip link set lo down")).exit_code != 0
+            async with client.sandbox() as box:
+                assert "refused" in (await box.exec(reach)).output
+                assert (await box.exec("cat /etc/resolv.conf; ls /sys/class/net 2>/dev/null")).output == ""
+
+
+def test_an_option_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'mirrors'"):
+        get("oci", mirror={"docker.io": "http://127.0.0.1:1"})
+    with pytest.raises(ConfigError, match="a mapping of registries"):
+        get("oci", mirrors="http://127.0.0.1:1")

@@ -218,6 +218,7 @@ class OciBackend(LocalBackend):
             sleeper=self._sleeper,
             tmpfs_bytes=spec.tmpfs_bytes,
             groups=groups,
+            network=spec.network,
         )
         return {
             "container": container,
@@ -269,7 +270,7 @@ def _build_base(state: Path, owner: int | None) -> None:
         (base / name).mkdir(parents=True)
     for name in ("tmp", "var/tmp"):
         (base / name).chmod(0o1777)
-    for name in ("hosts", "hostname", "nsswitch.conf", "passwd", "group", "resolv.conf"):
+    for name in ("hosts", "hostname", "passwd", "group", "resolv.conf"):
         (base / "etc" / name).write_text(skeleton.GENERATED[name])
     if owner is not None:
         for top in (base, sysfs):

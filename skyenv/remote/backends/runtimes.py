@@ -73,13 +73,17 @@ def candidates(chosen: str | None) -> tuple[list[Runtime], list[str]]:
     return found, reasons
 
 
-def bundle(*, base_uid: int | None, sleeper: str, tmpfs_bytes: int, groups: str | None) -> dict[str, Any]:
+def bundle(
+    *, base_uid: int | None, sleeper: str, tmpfs_bytes: int, groups: str | None = None, network: str = "none"
+) -> dict[str, Any]:
     """A container's configuration; whoever runs it adds the root and what /sys shows.
 
     `base_uid` is None when we are in a user namespace already.
     Without real privileges nothing of /proc is masked, because the kernel then refuses the init a /proc of its own.
     """
-    spaces = ["pid", "network", "ipc", "uts", "mount", *(["user"] if base_uid is not None else [])]
+    spaces = ["pid", "ipc", "uts", "mount"]
+    spaces += ["user"] if base_uid is not None else []
+    spaces += ["network"] if network == "none" else []
     linux: dict[str, Any] = {"namespaces": [{"type": kind} for kind in spaces]}
     if base_uid is not None:
         mapping = [{"containerID": 0, "hostID": base_uid, "size": USERS}]
@@ -97,7 +101,7 @@ def bundle(*, base_uid: int | None, sleeper: str, tmpfs_bytes: int, groups: str 
             "noNewPrivileges": True,
             "capabilities": {kind: [] for kind in ("bounding", "effective", "permitted")},
         },
-        "mounts": _mounts(sleeper, tmpfs_bytes),
+        "mounts": _mounts(sleeper, tmpfs_bytes) + (_resolver() if network != "none" else []),
         "linux": linux,
     }
 
@@ -117,3 +121,10 @@ def _mounts(sleeper: str, tmpfs_bytes: int) -> list[dict[str, Any]]:
         mount("/run/skyenv", "tmpfs", "tmpfs", "nodev", "mode=711", "size=4096"),
         mount(SLEEPER, "bind", sleeper, "bind", "ro", "nodev"),
     ]
+
+
+def _resolver() -> list[dict[str, Any]]:
+    """Names are resolved as on the host."""
+    source = Path("/etc/resolv.conf").resolve()
+    bind = {"destination": "/etc/resolv.conf", "type": "bind", "source": str(source)}
+    return [bind | {"options": ["bind", "ro", "nosuid", "nodev"]}] if source.exists() else []

@@ -58,6 +58,11 @@ class ImageSettings:
     full_at: float = 0.95
 
 
+def _several(value: Any) -> tuple[str, ...]:
+    """One text, or a list of them."""
+    return (value,) if isinstance(value, str) else tuple(map(str, value))
+
+
 def read_settings(values: Mapping[str, Any]) -> ImageSettings:
     """Settings from a configuration file or a command line. ConfigError naming a key that does not exist."""
     known = [each.name for each in fields(ImageSettings)]
@@ -69,7 +74,11 @@ def read_settings(values: Mapping[str, Any]) -> ImageSettings:
         if found.get(key) is not None:
             found[key] = Path(found[key])
     if "paths" in found:
-        found["paths"] = tuple(map(Path, found["paths"]))
+        found["paths"] = tuple(map(Path, _several(found["paths"])))
+    if "insecure" in found:
+        found["insecure"] = _several(found["insecure"])
     if "mirrors" in found:
-        found["mirrors"] = {host: tuple(urls) for host, urls in dict(found["mirrors"]).items()}
+        if not isinstance(found["mirrors"], dict):
+            raise ConfigError("mirrors: a mapping of registries to URLs is wanted, as {docker.io: http://mirror:5000}")
+        found["mirrors"] = {str(host): _several(urls) for host, urls in found["mirrors"].items()}
     return ImageSettings(**found)

@@ -108,7 +108,8 @@ def _mount_own(config: dict[str, Any]) -> None:
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.restrict_mount("/", kernel.ATTR_NODEV, below=False)
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    _raise_network()
+    if config["network"] == "none":
+        _raise_network()
     enter.mask_proc()
     for name in enter.DEVICES:
         # A mount point of this namespace cannot be removed, unlike the engine's device file.

@@ -32,7 +32,7 @@ OWN_FOLDER = "skyenv"
 DESCRIPTOR_TRIES = 10
 KNOWN_DEVICES = frozenset(
     {"null", "zero", "full", "random", "urandom", "tty", "shm", "pts", "ptmx", "fd", "stdin", "stdout", "stderr"}
-    | {"console", "mqueue", "core"}
+    | {"console", "mqueue", "core", "termination-log"}
 )
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 

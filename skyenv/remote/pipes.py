@@ -1,0 +1,41 @@
+"""Pipes to and from an init, for what is too large for a frame."""
+
+from __future__ import annotations
+
+import os
+
+import anyio
+
+CHUNK = 1 << 18
+
+
+async def drain(reader: int, chunks: list[bytes], drained: anyio.Event) -> None:
+    """Read into `chunks` until the writer has closed, and tell by `drained`."""
+    os.set_blocking(reader, False)
+    while True:
+        await anyio.wait_readable(reader)
+        try:
+            chunk = os.read(reader, CHUNK)
+        except BlockingIOError:
+            continue
+        if not chunk:
+            drained.set()
+            return
+        chunks.append(chunk)
+
+
+async def feed(writer: int, data: bytes) -> None:
+    """Write all of `data` and close; a reader that stops early says so itself."""
+    os.set_blocking(writer, False)
+    view = memoryview(data)
+    try:
+        while view:
+            await anyio.wait_writable(writer)
+            try:
+                view = view[os.write(writer, view[:CHUNK]) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                return
+    finally:
+        os.close(writer)
