@@ -172,6 +172,37 @@ async def snapshot_latency(client: Any, times: int) -> Results:
     return {"snapshot ms": spread(kept), "rollback ms": spread(put_back)}
 
 
+async def pause_latency(client: Any, times: int) -> Results:
+    """Everything in a sandbox stopped, memory kept, and let go on; then the command that it had been asked."""
+    paused, resumed = [], []
+    async with client.sandbox() as box:
+        await box.exec(COMMAND)
+        for _ in range(times):
+            paused += await timed(box.pause)
+            resumed += await timed(box.resume)
+            assert (await box.exec(COMMAND)).output == "alive\n"
+    return {"pause ms": spread(paused), "resume ms": spread(resumed)}
+
+
+async def warm_latency(client: Any, times: int) -> Results:
+    """A sandbox from a pool that had one ready, to the end of its first command."""
+    spec = {"pids": 777}  # a kind of its own
+    claimed: list[float] = []
+    await client.prefetch(count=times, **spec)
+    with anyio.fail_after(60 + times):
+        while sum(pool["ready"] for pool in (await client.health())["pools"]) < times:  # noqa: ASYNC110
+            await anyio.sleep(0.1)
+    async with AsyncExitStack() as stack:
+
+        async def claim() -> None:
+            box = await stack.enter_async_context(client.sandbox(**spec))
+            await box.exec(COMMAND)
+
+        claimed += await timed(claim, times)
+    await client.prefetch(count=0, **spec)
+    return {"warm claim + first exec ms": spread(claimed)}
+
+
 async def burst(client: Any, count: int) -> Results:
     """So many creations at once; how long until the last one answered its first command, and how many failed."""
     failed: list[str] = []

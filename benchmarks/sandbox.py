@@ -23,7 +23,16 @@ from typing import Any
 import anyio
 from _density import density
 from _images import debian_folder, debian_in_docker
-from _latency import burst, create_latency, exec_latency, fork_latency, snapshot_latency, throughput
+from _latency import (
+    burst,
+    create_latency,
+    exec_latency,
+    fork_latency,
+    pause_latency,
+    snapshot_latency,
+    throughput,
+    warm_latency,
+)
 from _measure import table
 from _processes import TOKEN, gateway_with, node_server
 from _substrates import BarePipe, CannotRun, DockerExec, FreshBash, Ours, Substrate, SweRex, docker_reason, local
@@ -32,7 +41,14 @@ from _tax import Plan, concurrent, measure
 import skyenv
 
 PARTS = ("exec", "create", "fork", "snapshot", "burst", "gateway", "density", "tax")
-HEADLINES = ("exec_vs_swerex", "create_vs_docker", "group_fork_vs_one", "live_sandboxes", "tax_hours_per_million")
+# The figures that are always told, and what each needs: its part first.
+HEADLINES = {
+    "exec_vs_swerex": ("exec", "substrate swerex", "exec swerex"),
+    "create_vs_docker": ("create", "substrate docker_exec", "create docker_exec"),
+    "group_fork_vs_one": ("fork",),
+    "live_sandboxes": ("density",),
+    "tax_hours_per_million": ("tax", "tax null local"),
+}
 Results = dict[str, Any]
 
 
@@ -61,11 +77,6 @@ class Bench:
         self.results: Results = dict.fromkeys(HEADLINES)
         self.reasons: dict[str, str] = {}
         self.substrates: list[Substrate] = []
-
-    def cannot(self, name: str, reason: str) -> None:
-        """Say that a figure cannot be had here."""
-        self.results[name] = None
-        self.reasons[name] = reason
 
     def ratio(self, name: str, other: str, ours: str) -> None:
         """How many times faster ours is, at the median."""
@@ -122,10 +133,12 @@ class Bench:
     async def fork(self) -> None:
         """Prepared once, forked for each."""
         await self.on_local(lambda client: fork_latency(client, self.options.creates))
+        await self.on_local(lambda client: warm_latency(client, min(20, self.options.creates)))
 
     async def snapshot(self) -> None:
-        """Files and shell state of a living session."""
+        """Files and shell state of a living session; a session that is paused."""
         await self.on_local(lambda client: snapshot_latency(client, self.options.creates))
+        await self.on_local(lambda client: pause_latency(client, self.options.creates))
 
     async def burst(self) -> None:
         """Fifty creations at once."""
@@ -179,6 +192,13 @@ class Bench:
                     hours = await concurrent(each, options.actions, width)
                     self.results[f"tax null {each.name} {width} at a time, hours per million"] = hours
 
+    def why(self, headline: str) -> str:
+        """Why a figure is not there."""
+        part, *others = HEADLINES[headline]
+        if part not in self.options.only:
+            return f"the part {part!r} was not run"
+        return next((self.reasons[name] for name in (part, *others) if name in self.reasons), "unknown")
+
     def report(self) -> None:
         """A table, then the JSON object."""
         table(self.results)
@@ -186,8 +206,7 @@ class Bench:
             print(f"{name}: not measured: {reason}")
         if self.options.json:
             machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "kernel": platform.release()}
-            reasons = {f"{name}_reason": self.reasons.get(name, "its part was not run") for name in HEADLINES}
-            missing = {key: why for key, why in reasons.items() if self.results[key.removesuffix("_reason")] is None}
+            missing = {f"{name}_reason": self.why(name) for name in HEADLINES if self.results[name] is None}
             facts = {"machine": machine, "seed": self.options.seed, "python": platform.python_version()}
             print(json.dumps({**self.results, **missing, "not_measured": self.reasons, **facts}))
 

@@ -78,8 +78,11 @@ class Gateway:
         parts: list[str] = [*ask.scope["path"].split("/"), ""]
         method, kind, rest = ask.scope["method"], parts[1], parts[2:-1]
         if kind == "sandboxes" and rest:
-            if len(rest) == 1 and method == "PUT" and not split_id(rest[0])[1]:
+            plain = len(rest) == 1 and not split_id(rest[0])[1]
+            if plain and method == "PUT":
                 await self._create(ask, rest[0])
+            elif plain and method == "DELETE":
+                await (await self._delete_anywhere(ask, check_name(rest[0])))(*ask)
             else:
                 await self._pass_on(ask, kind, rest)
         elif kind in ("creations", "snapshots") and len(rest) == 1:
@@ -180,6 +183,20 @@ class Gateway:
             await creation.on(found, body, ask.send)
             return
         await creation.somewhere(body, image if isinstance(image, str) else None, ask.send)
+
+    async def _delete_anywhere(self, ask: _Ask, name: str) -> Response:
+        """Delete what a client gave up before it heard where it is; a creation that arrives later is refused there."""
+        inquiry = Inquiry(b"DELETE", f"/sandboxes/{name}".encode(), passed_on(ask.scope))
+
+        async def delete(node: Member) -> None:
+            with contextlib.suppress(SandboxUnavailable):
+                async with self._relay.ask(node, inquiry, timeout=SEARCH_TIMEOUT):
+                    return
+
+        async with anyio.create_task_group() as group:
+            for node in self._fleet.answering():
+                group.start_soon(delete, node)
+        return success({})
 
     async def _prefetch(self, ask: _Ask) -> Response:
         """Have warm sandboxes where those who open them will be sent: at the image's or snapshot's node, or spread."""

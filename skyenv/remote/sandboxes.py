@@ -303,6 +303,7 @@ class Node:
     async def _end(self, name: str, reason: str) -> None:
         self._gone.setdefault(name, reason)
         self.admission.withdraw(name)
+        self.calls.drop(name)  # who creates it again is told that it is gone
         while len(self._gone) > TOMBSTONES:
             self._gone.popitem(last=False)
         if self._sessions.get(name) is not None:

@@ -55,7 +55,7 @@ async def until_gone(api: Any, identities: set[str], within: float = 15.0) -> No
 @asynccontextmanager
 async def opened(image: str | None = BUSYBOX) -> AsyncIterator[SandboxClient]:
     """A client of a node in this process."""
-    node = Node(DockerBackend(image))
+    node = Node(DockerBackend(image), allow_egress=True)
     async with node.open():
         async with httpx.ASGITransport(app_for(node), raise_app_exceptions=False) as transport:
             yield SandboxClient(Sender(transport, "http://node", {}, patience=2.0))
@@ -138,6 +138,9 @@ async def test_an_image_that_is_not_there_says_so() -> None:
     async with opened(None) as client:
         with pytest.raises(ConfigError, match="image"):
             async with client.sandbox():
+                pass
+        with pytest.raises(ConfigError, match="'docker' gives"):
+            async with client.sandbox(BUSYBOX, network="host"):
                 pass
         with pytest.raises(SandboxUnavailable, match="refused"):
             async with client.sandbox("127.0.0.1:9/none:1"):

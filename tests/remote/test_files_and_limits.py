@@ -261,3 +261,22 @@ async def test_nothing_of_a_sandbox_is_loaded_into_its_init(url: str, tmp_path: 
         await box.upload("/root/copy", await box.download("/root", exclude=[".pyenv"]))
         await box.stat("/root/copy/trap.so")
         assert (await box.exec("ls /tmp")).output == ""
+
+
+CALLS = """
+import ctypes, os, subprocess, threading
+numbers = {"x86_64": 56, "aarch64": 220}
+libc = ctypes.CDLL(None, use_errno=True)
+for arguments in ((numbers[os.uname().machine], 0x10000000 | 17, 0, 0, 0, 0), (435, 0, 0)):
+    print(libc.syscall(*map(ctypes.c_long, arguments)), ctypes.get_errno())
+thread = threading.Thread(target=print, args=("thread",))
+thread.start(); thread.join()
+print(subprocess.run(["true"]).returncode)
+"""
+
+
+async def test_new_namespaces_are_refused_and_threads_are_not(url: str) -> None:
+    async with connect(url, "secret") as client, client.sandbox() as box:
+        await box.write_file("/root/calls.py", CALLS.encode())
+        assert (await box.exec("python3 -u calls.py")).output == "-1 1\n-1 38\nthread\n0\n"
+        assert (await box.exec("unshare -r true")).exit_code != 0

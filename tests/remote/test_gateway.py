@@ -107,6 +107,26 @@ async def test_a_creation_that_comes_again_finds_the_first_one(fleet: Fleet) -> 
             assert (await http.delete(f"/sandboxes/{ids[0]}")).status_code == 200
 
 
+async def test_a_creation_that_was_given_up_before_its_answer_leaves_nothing(fleet: Fleet) -> None:
+    async with reached(fleet) as client, raw(fleet) as http:
+        name = secrets.token_hex(16)
+        answer = await http.put(f"/sandboxes/{name}", content="{}", headers={"skyenv-sandbox-token": "s"})
+        identifier = json.loads(answer.headers["skyenv-meta"])["id"]
+        path, key = f"/sandboxes/{identifier}/exec", {"idempotency-key": "k", "skyenv-sandbox-token": "s"}
+        assert (await http.delete(f"/sandboxes/{name}")).status_code == 200
+        assert (await http.post(path, content="echo alive", headers=key)).content == b"alive\n"
+        assert (await http.delete(f"/sandboxes/{name}", headers=key)).status_code == 200
+        assert (await http.post(path, content="true", headers=key)).status_code == 410
+        assert (await http.put(f"/sandboxes/{name}", content="{}", headers=key)).status_code == 410
+        for delay in (0.0, 0.01, 0.05):
+            with anyio.move_on_after(delay):
+                async with client.sandbox():
+                    await anyio.sleep(60)
+        with anyio.fail_after(20):
+            while any(node["used"] for node in (await http.get("/sandboxes")).json()["nodes"]):
+                await anyio.sleep(0.05)
+
+
 async def test_warm_sandboxes_wait_on_every_node_for_who_names_no_image(fleet: Fleet) -> None:
     async with reached(fleet) as client:
 

@@ -146,6 +146,8 @@ class DockerBackend(launching.LauncherBackend):
 
     async def create(self, sandbox: str, request: CreateRequest, record: Record) -> socket.socket:
         """Start a container and join it. ConfigError for an image or a snapshot that cannot be had."""
+        if request.spec.network != "none":
+            raise ConfigError("network: backend 'docker' gives its sandboxes none; leave it out")
         image = await self._image_of(request)
         found = await self._open_engine.image(image)
         if found is None:
