@@ -44,7 +44,7 @@ LOGS: dict[str, tuple[str, str, dict[str, str]]] = {
         "sympy",
         "s/core/tests/test_a.py[3]\ntest_one ok\ntest_two F\ntest_three s\ntest_four E        [FAIL]\n"
         "____ s/core/tests/test_a.py:test_two ____\n",
-        {"test_one": "passed", "test_two": "failed", "test_three": "skipped",
+        {"test_one": "passed", "test_two": "failed", "test_three": "skipped", "test_four": "error",
          "s/core/tests/test_a.py:test_two": "failed"},
     ),
     "go": (

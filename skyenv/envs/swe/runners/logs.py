@@ -78,13 +78,17 @@ def _unittest_word(text: str) -> str | None:
 
 
 _SYMPY_HEAD = re.compile(r"_+ (\S+\.py):(\S+) _+")
+_SYMPY_FILE_ENDS = re.compile(r"\s+\[(?:OK|FAIL)\]$")
 _SYMPY_WORDS = {"ok": "passed", "F": "failed", "E": "error", "s": "skipped", "f": "xfailed", "X": "xpassed"}
 
 
 def sympy_text(log: str) -> Found:
-    """`bin/test -C --verbose`: a line with the name and a letter for each test, and a heading for each failure."""
+    """`bin/test -C --verbose`: a line with the name and a letter for each test, and a heading for each failure.
+
+    The last test of a file shares its line with the file's result.
+    """
     for raw in log.split("\n"):
-        line = raw.strip()
+        line = _SYMPY_FILE_ENDS.sub("", raw.strip())
         if (head := _SYMPY_HEAD.fullmatch(line)) is not None:
             yield f"{head[1]}:{head[2]}", "failed"
             yield head[2], "failed"
