@@ -58,6 +58,7 @@ class Shell:
         self.exports: bytes | None = None
         self.takeover: bytes | None = None  # a script that a fresh shell begins with, once
         self.limits: list[tuple[int, int, int]] = []  # of the shell that takes over: resource, soft, hard
+        self.proven: dict[bytes, bytes] = {}  # parts of the state that another shell was seen to take over
         self.overdue = b""  # the end of an answer that is still to come and that nobody wants any more
         self.last_code = 0
         self.restarted = False

@@ -156,7 +156,8 @@ def _converse(shell: Shell, line: bytes) -> bytes:
 
 def _losses(shell: Shell, parts: dict[bytes, bytes], bash: bool) -> list[str]:
     """What a second shell that takes the state over does not tell back."""
-    if bash and _is_plain(parts):
+    odd = {key: value for key, value in parts.items() if not (bash and _is_plain(key, value))}
+    if odd.items() <= shell.proven.items():
         return []
     told: dict[bytes, bytes] | None = None
     with contextlib.suppress(OSError):
@@ -173,21 +174,18 @@ def _losses(shell: Shell, parts: dict[bytes, bytes], bash: bool) -> list[str]:
         return ["the state of the shell, which another one does not take over"]
     compared = parts.keys() | told.keys() if bash else {b"exports", b"options", b"umask", b"aliases"}
     different = {_in_words(key) for key in compared - {b"traps", b"exports"} if parts.get(key) != told.get(key)}
+    if not different:
+        shell.proven = odd
     return sorted(different)
 
 
-def _is_plain(parts: dict[bytes, bytes]) -> bool:
-    """Whether there is nothing but what bash is known to tell as it reads it: simple variables and options."""
-    for key, value in parts.items():
-        if key == b"set":
-            plain = _PLAIN_OPTIONS.issuperset(value.split(b":"))
-        elif key.startswith(b"v:"):
-            plain = _PLAIN_VARIABLE.match(value) is not None
-        else:
-            plain = key in _PLAIN_PARTS or not value
-        if not plain:
-            return False
-    return True
+def _is_plain(key: bytes, value: bytes) -> bool:
+    """Whether this is something that bash is known to tell as it reads it: a simple variable, a usual option."""
+    if key == b"set":
+        return _PLAIN_OPTIONS.issuperset(value.split(b":"))
+    if key.startswith(b"v:"):
+        return _PLAIN_VARIABLE.match(value) is not None
+    return key in _PLAIN_PARTS or not value
 
 
 def twin(shell: Shell, script: bytes) -> Shell:
