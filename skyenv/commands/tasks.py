@@ -18,7 +18,7 @@ from skyenv.errors import ConfigError, SkyEnvError
 if TYPE_CHECKING:
     from skyenv.envs.swe.tasks import SweTask
 
-PLACE = "a set's name (builtin, pypi), a file, a folder, a data set of the hub (owner/name@split), or DATASET:PLACE"
+PLACE = "a set (builtin, pypi, mutated), a file, a folder, a data set of the hub (owner/name@split), or DATASET:PLACE"
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -122,7 +122,7 @@ async def test_a_need_for_a_network_is_named() -> None:
 
 def test_every_task_that_ships_has_a_record() -> None:
     """When this fails: `skyenv tasks validate NAME --runs 2 --out skyenv/envs/swe/data/NAME.records.jsonl`."""
-    for name in ("builtin", "pypi"):
+    for name in ("builtin", "pypi", "mutated"):
         require_records(load_tasks(name), name)
 
 

@@ -18,13 +18,14 @@ from skyenv.envs.swe.records import read_records, records_path
 from skyenv.envs.swe.tasks import Record, SweTask
 from skyenv.errors import ConfigError, did_you_mean
 
-NAMED_SETS = ("builtin", "pypi")
 DATA = Path(__file__).parent / "data"
+_PLACES = {"builtin": "builtin", "pypi": "pypi.yaml", "mutated": "mutated.jsonl"}
+NAMED_SETS = tuple(_PLACES)
 Refused = Callable[[ConfigError], None]
 TaskSet = str | Path | Sequence["SweTask | str | Mapping[str, Any]"]
-"""A set's name (`builtin`, `pypi`), a file, a folder, a data set of the Hugging Face hub (`owner/name`, `hf:NAME`, each
-with `@split`), any of these behind a data set's name and a colon (`swe-gym:rows.jsonl`), or a sequence of tasks, rows
-and ids of the named sets."""
+"""A set's name (`builtin`, `pypi`, `mutated`), a file, a folder, a data set of the Hugging Face hub (`owner/name`,
+`hf:NAME`, each with `@split`), any of these behind a data set's name and a colon (`swe-gym:rows.jsonl`), or a sequence
+of tasks, rows and ids of the named sets."""
 
 
 def load_tasks(tasks: TaskSet, *, refused: Refused | None = None, admitted: bool = True) -> list[SweTask]:
@@ -89,7 +90,7 @@ def _selected(
 
 
 def _place_of(name: str) -> str:
-    return str(DATA / ("builtin" if name == "builtin" else f"{name}.yaml"))
+    return str(DATA / _PLACES[name])
 
 
 def split_place(tasks: str) -> tuple[str | None, str]:
