@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+FILES = re.compile(r"^<!-- write [^\n]*-->\n```\w+\n.*?^```", re.DOTALL | re.MULTILINE)  # tested where they are used
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", FILES.sub("", TEXT), re.DOTALL | re.MULTILINE)
 PYTHON = [text for language, text in BLOCKS if language == "python"]
 COMMANDS = [line.split("#")[0].strip() for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
 OURS = [line for line in COMMANDS if line.startswith(("skyenv ", "sky_trainer "))]

@@ -49,6 +49,8 @@ LOG = logging.getLogger(__name__)
 REAP_INTERVAL = 0.5
 STARTS_AT_A_TIME = 4
 ADOPTIONS_AT_A_TIME = 16
+EXPIRED = "its lease ran out"
+LAST_WORDS = 500
 TOMBSTONES = 4096
 CLOSE_TIMEOUT = 30.0
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -293,7 +295,7 @@ class Node:
     async def _serve(self, session: Session, channel: Channel) -> None:
         await channel.serve()
         if session.channel is channel and self._sessions.get(session.name) is session:
-            await self._end(session.name, ENDED)
+            await self._end(session.name, channel.last_words[:LAST_WORDS] or ENDED)
 
     async def delete(self, name: str) -> Result:
         """End a sandbox now. Idempotent; a creation under way is undone when it is done."""
@@ -307,7 +309,7 @@ class Node:
         while len(self._gone) > TOMBSTONES:
             self._gone.popitem(last=False)
         if self._sessions.get(name) is not None:
-            self.metrics.ended({"deleted": "deleted", ENDED: "ended"}.get(reason, "lease"))
+            self.metrics.ended({"deleted": "deleted", EXPIRED: "lease"}.get(reason, "ended"))
             LOG.info("sandbox ended", extra={"sandbox": name, "reason": reason})
             with self.metrics.timed("delete"):
                 await self._destroy(name)
@@ -333,7 +335,7 @@ class Node:
             await anyio.sleep(REAP_INTERVAL)
             for name, session in list(self._sessions.items()):
                 if session.expired:
-                    await self._end(name, "its lease ran out")
+                    await self._end(name, EXPIRED)
                 else:
                     with contextlib.suppress(SandboxError):
                         await session.note_use()

@@ -185,6 +185,7 @@ class Proxy:
         self.faults: list[Fault] = []
         self.asked: list[tuple[str, str]] = []
         self.host = ""
+        self.token: str | None = None
 
     def count(self, pattern: str) -> int:
         return sum(1 for path, _range in self.asked if re.search(pattern, path))
@@ -208,8 +209,23 @@ class Proxy:
                 known = headers.get(key.lower())
                 headers[key.lower()] = f"{known}, {value.strip()}" if known else value.strip()
             self.asked.append((path, headers.get("range", "")))
+            if self.token is not None and self._refuse(path, headers, writer):
+                return
             await self._answer(path, headers, self._fault(path), writer)
         writer.close()
+
+    def _refuse(self, path: str, headers: dict[str, str], writer: asyncio.StreamWriter) -> bool:
+        """Want a token, which `/token` gives to everybody."""
+        if path.startswith("/token"):
+            body = json.dumps({"token": self.token}).encode()
+            writer.write(_head(200, {"content-length": str(len(body))}) + body)
+        elif headers.get("authorization") != f"Bearer {self.token}":
+            challenge = f'Bearer realm="http://{self.host}/token",service="here"'
+            writer.write(_head(401, {"content-length": "0", "www-authenticate": challenge}))
+        else:
+            return False
+        writer.close()
+        return True
 
     async def _answer(
         self, path: str, headers: dict[str, str], fault: Fault | None, writer: asyncio.StreamWriter

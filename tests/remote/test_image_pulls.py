@@ -200,6 +200,17 @@ async def test_a_mirror_is_asked_first(tmp_path: Path, proxy: Proxy) -> None:
         assert image.reference == "docker.io/team/tool:1"
 
 
+async def test_a_token_is_fetched_and_renewed(tmp_path: Path, proxy: Proxy) -> None:
+    proxy.token = "first"
+    async with opened(tmp_path) as puller:
+        await puller.take(f"{proxy.host}/team/tool:1")
+        asked = [path for path, _range in proxy.asked if path.startswith("/token")]
+        assert asked == ["/token?scope=repository%3Ateam%2Ftool%3Apull&service=here"]
+        proxy.token = "second"
+        await puller.take(f"{proxy.host}/team/tool:many")
+        assert proxy.count("^/token") == 2
+
+
 async def test_passwords_come_from_dockers_configuration(tmp_path: Path) -> None:
     users = tmp_path / "htpasswd"
     (tmp_path / "registry").mkdir()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from skyenv.remote.client import connect
 from skyenv.remote.metrics import Census, Metrics
 
+NAME = re.compile("skyenv_[a-z_]+")
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -91,3 +95,14 @@ def test_a_failed_block_is_not_timed() -> None:
     with pytest.raises(ValueError, match="no"), metrics.timed("start"):
         raise ValueError("no")
     assert value(parse(metrics.render().decode()), "skyenv_phase_seconds_count", phase="start") == 0
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    metrics = Metrics()
+    metrics.watch(lambda: Census(slots=1, states={"running": 1}, nodes={"up": 1}))
+    known = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
+    dashboard = Path(__file__).parent.parent.parent / "deploy" / "dashboard.json"
+    panels = json.loads(dashboard.read_text())["panels"]
+    known = {name for name in known if not name.endswith("_created")}
+    asked = {name for panel in panels for target in panel["targets"] for name in NAME.findall(target["expr"])}
+    assert {re.sub("_(total|bucket)$", "", name) for name in asked} == known

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from fleet_processes import fleet_in
 from node_processes import SERVE_OCI, served
-from registries import INDEX, Built, Proxy, index_of, layer, member, proxied, put_manifest, registry
+from registries import INDEX, Built, Fault, Proxy, index_of, layer, member, proxied, put_manifest, registry
 
 from skyenv.errors import ConfigError, SandboxError, SandboxUnavailable
 from skyenv.remote.backends import get
@@ -124,15 +124,18 @@ async def proxy(tmp_path: Path, layouts: Path) -> AsyncIterator[Proxy]:
 
 async def test_sixteen_first_requests_are_one_pull(layouts: Path, tmp_path: Path, proxy: Proxy) -> None:
     async with client_of(layouts, root=str(tmp_path / "store")) as client:
+        proxy.faults.append(Fault("blobs", times=1, status=429, headers={"retry-after": "2"}))
+        states: set[str] = set()
 
         async def open_one() -> None:
-            async with client.sandbox(image=f"{proxy.host}/busy:1") as box:
+            async with client.sandbox(image=f"{proxy.host}/busy:1", on_state=states.add) as box:
                 assert (await box.exec("echo ok")).output == "ok\n"
 
         async with anyio.create_task_group() as group:
             for _ in range(16):
                 group.start_soon(open_one)
-    assert proxy.count("blobs") == 2
+        assert "pulling" in states
+    assert proxy.count("blobs") == 3
     assert proxy.count("manifests") == 1
 
 

@@ -116,6 +116,8 @@ class OciBackend(LocalBackend):
         found = await anyio.to_thread.run_sync(probe, self._run_as, self._home.path if self._home else None)
         if found.mode is None:
             raise ConfigError("this machine cannot isolate sandboxes:\n  " + "\n  ".join(found.reasons))
+        if not found.overlay:
+            raise ConfigError("images need an overlay file system:\n  " + "\n  ".join(found.reasons))
         owner = BASE_UID if found.mode == "root" else self._run_as
         state = await anyio.to_thread.run_sync(launching.make_state, found.base, self._run_as)
         await anyio.to_thread.run_sync(_build_base, state, owner)

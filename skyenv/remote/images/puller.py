@@ -73,6 +73,8 @@ class Puller:
         self._aliases: dict[str, str] = {}
         self._layers: dict[str, anyio.Lock] = {}
         self._taking = anyio.Lock()
+        self._stamp = (0, 0)
+        self._complete: frozenset[str] = frozenset()
         self._http: httpx.AsyncClient | None = None
         self._group: TaskGroup | None = None
         self.pulls = 0
@@ -89,7 +91,10 @@ class Puller:
 
     def ready(self) -> list[str]:
         """What starts without a pull, as people wrote it and in full."""
-        complete = {image.reference for image in self.store.images()}
+        stamp = self.store.stamp()
+        if stamp != self._stamp:
+            self._stamp, self._complete = stamp, frozenset(image.reference for image in self.store.images())
+        complete = self._complete
         return sorted(complete | {text for text, full in self._aliases.items() if full in complete})
 
     def under_way(self) -> dict[str, dict[str, int]]:

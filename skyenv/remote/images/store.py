@@ -129,6 +129,10 @@ class Store:
             return None
         return restore(found)
 
+    def stamp(self) -> tuple[int, int]:
+        """Changes whenever the answer of `images` may."""
+        return self.layers.stat().st_mtime_ns, (self.root / "images").stat().st_mtime_ns
+
     def images(self) -> list[Image]:
         """All complete ones."""
         found = [self._load(path) for path in sorted((self.root / "images").glob("*.json"))]
@@ -219,6 +223,8 @@ class Store:
         return True
 
     def _unlock(self, path: Path) -> None:
+        if str(path) not in self._locks:  # what an earlier node used may have been collected before this one held it
+            return
         fd, count = self._locks.pop(str(path))
         if count > 1:
             self._locks[str(path)] = (fd, count - 1)

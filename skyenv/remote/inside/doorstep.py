@@ -17,7 +17,7 @@ from typing import Any
 from .wire import Connection
 
 NAME = "launcher.sock"
-VERSION = 1
+VERSION = 1  # of what a node, a launcher and an init say to each other; a node takes over only what speaks its own
 GUESTS = 16
 
 

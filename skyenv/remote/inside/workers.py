@@ -52,7 +52,8 @@ class Workers:
         with contextlib.suppress(OSError):
             kernel.unmount(path)
         os.rename(path, trash)
-        self._removing[os.posix_spawnp("rm", ["rm", "-rf", "--", trash], os.environ)] = trash
+        silence = [(os.POSIX_SPAWN_OPEN, 2, "/dev/null", os.O_WRONLY, 0)]  # what fails is tried again more patiently
+        self._removing[os.posix_spawnp("rm", ["rm", "-rf", "--", trash], os.environ, file_actions=silence)] = trash
 
     def reaped(self, pid: int) -> None:
         """A child has ended; nothing when it is none of these."""
