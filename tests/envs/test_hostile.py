@@ -67,8 +67,8 @@ HONEST = {
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_honest_work_counts(sandboxes: Sandboxes, name: str) -> None:
-    verdict = sandboxes.run(partial(_grade, script=HONEST[name]))
+def test_honest_work_counts(everywhere: Sandboxes, name: str) -> None:
+    verdict = everywhere.run(partial(_grade, script=HONEST[name]))
     assert verdict["status"] == "resolved", verdict
     assert verdict["reward"] == 1.0
     assert set(verdict["tests"].values()) == {"passed"}
@@ -101,17 +101,17 @@ DROPPED = {
 
 
 @pytest.mark.parametrize("name", DROPPED)
-def test_what_could_bend_the_grading_is_dropped_and_listed(sandboxes: Sandboxes, name: str) -> None:
+def test_what_could_bend_the_grading_is_dropped_and_listed(everywhere: Sandboxes, name: str) -> None:
     script, expected = DROPPED[name]
-    verdict = sandboxes.run(partial(_grade, script=script))
+    verdict = everywhere.run(partial(_grade, script=script))
     assert verdict["status"] == "resolved", verdict
     assert expected <= set(verdict["dropped_paths"])
     assert not any(f"/{path}\n" in verdict["patch"] for path in expected)
 
 
-def test_build_data_beside_an_untouched_runner_section_is_kept(sandboxes: Sandboxes) -> None:
+def test_build_data_beside_an_untouched_runner_section_is_kept(everywhere: Sandboxes) -> None:
     script = FIX + "sed -i 's/^name.*/&\\nversion = \"2\"/' pyproject.toml"
-    verdict = sandboxes.run(partial(_grade, script=script))
+    verdict = everywhere.run(partial(_grade, script=script))
     assert (verdict["status"], verdict["dropped_paths"]) == ("resolved", [])
     assert '+version = "2"' in verdict["patch"]
 
@@ -127,8 +127,8 @@ NOTHING_LEFT = {
 
 
 @pytest.mark.parametrize("name", NOTHING_LEFT)
-def test_empty_patch(sandboxes: Sandboxes, name: str) -> None:
-    verdict = sandboxes.run(partial(_grade, script=NOTHING_LEFT[name]))
+def test_empty_patch(everywhere: Sandboxes, name: str) -> None:
+    verdict = everywhere.run(partial(_grade, script=NOTHING_LEFT[name]))
     assert (verdict["status"], verdict["reward"], verdict["tests"]) == ("empty_patch", 0.0, {})
     assert verdict["patch"] == ""
     assert verdict["valid_for_training"]
@@ -171,31 +171,31 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_cheating_does_not_pay(sandboxes: Sandboxes, name: str) -> None:
+def test_cheating_does_not_pay(everywhere: Sandboxes, name: str) -> None:
     script, status = CHEATS[name]
-    verdict = sandboxes.run(partial(_grade, script=script))
+    verdict = everywhere.run(partial(_grade, script=script))
     assert (verdict["status"], verdict["reward"]) == (status, 0.0), verdict
     assert verdict["valid_for_training"]
 
 
-def test_hang_is_a_timeout(sandboxes: Sandboxes) -> None:
-    verdict = sandboxes.run(partial(_grade, script=code("while True: pass"), timeout=1))
+def test_hang_is_a_timeout(everywhere: Sandboxes) -> None:
+    verdict = everywhere.run(partial(_grade, script=code("while True: pass"), timeout=1))
     assert (verdict["status"], verdict["reward"]) == ("timeout", 0.0)
     assert verdict["seconds"] < 20
 
 
-def test_too_many_files(sandboxes: Sandboxes) -> None:
-    verdict = sandboxes.run(partial(_grade, script=FIX + "mkdir many && cd many && touch $(seq 1 3000)"))
+def test_too_many_files(everywhere: Sandboxes) -> None:
+    verdict = everywhere.run(partial(_grade, script=FIX + "mkdir many && cd many && touch $(seq 1 3000)"))
     assert verdict["status"] == "patch_too_large"
 
 
-def test_too_large_a_patch(sandboxes: Sandboxes) -> None:
-    verdict = sandboxes.run(partial(_grade, script=FIX + "head -c 5000000 /dev/urandom > noise"))
+def test_too_large_a_patch(everywhere: Sandboxes) -> None:
+    verdict = everywhere.run(partial(_grade, script=FIX + "head -c 5000000 /dev/urandom > noise"))
     assert (verdict["status"], verdict["patch"]) == ("patch_too_large", "")
 
 
-def test_a_task_that_cannot_run_is_not_the_policys_fault(sandboxes: Sandboxes) -> None:
-    verdict = sandboxes.run(partial(_grade, script=FIX, fail_to_pass=["tests/absent.py::A::test_b"]))
+def test_a_task_that_cannot_run_is_not_the_policys_fault(everywhere: Sandboxes) -> None:
+    verdict = everywhere.run(partial(_grade, script=FIX, fail_to_pass=["tests/absent.py::A::test_b"]))
     assert verdict["status"] == "instance_error"
     assert not verdict["valid_for_training"]
 

@@ -133,8 +133,8 @@ LINES = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_admission(sandboxes: Sandboxes, kind: str) -> None:
-    result = sandboxes.run(partial(validate_task, task(kind), runs=2))
+def test_admission(everywhere: Sandboxes, kind: str) -> None:
+    result = everywhere.run(partial(validate_task, task(kind), runs=2))
     assert result["ok"], result["problems"]
     assert result["record"].exit_status == (0 if kind == "command" else 1)
 
@@ -162,38 +162,38 @@ SCRIPTS: dict[str, tuple[str, dict[str, str]]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts(sandboxes: Sandboxes, name: str, kind: str) -> None:
+def test_scripts(everywhere: Sandboxes, name: str, kind: str) -> None:
     """A whole forged log passes where there is no canary: that is what a canary is for, and is said in the docs."""
     script, statuses = SCRIPTS[name]
     others = {"django": "Multiplies. ... ok", "sympy": "test_mul ok", "command": "ok 10 - multiplies"}
     script = script.replace("GRADED", FILES[kind]).replace("LINE2", others[kind]).replace("LINE", LINES[kind])
-    verdict = sandboxes.run(partial(grade_script, task=task(kind), script=script))
+    verdict = everywhere.run(partial(grade_script, task=task(kind), script=script))
     assert verdict["status"] == statuses[kind], verdict
     assert verdict["reward"] == float(statuses[kind] == "resolved")
     assert verdict["valid_for_training"]
 
 
-def test_a_suite_that_always_ends_badly_is_admitted_as_it_is(sandboxes: Sandboxes) -> None:
+def test_a_suite_that_always_ends_badly_is_admitted_as_it_is(everywhere: Sandboxes) -> None:
     """An exit status that the reference has too (a coverage threshold) is no reason against a patch."""
     strict = task("command", command="python3 checks.py; exit 5")
-    result = sandboxes.run(partial(validate_task, strict))
+    result = everywhere.run(partial(validate_task, strict))
     assert result["ok"], result["problems"]
-    verdict = sandboxes.run(partial(grade_script, task=strict.admitted(result["record"]), script=FIX))
+    verdict = everywhere.run(partial(grade_script, task=strict.admitted(result["record"]), script=FIX))
     assert verdict["status"] == "resolved"
-    assert sandboxes.run(partial(grade_script, task=strict, script=FIX))["status"] == "unresolved"
+    assert everywhere.run(partial(grade_script, task=strict, script=FIX))["status"] == "unresolved"
 
 
-def test_a_command_that_says_nothing_is_the_tasks_fault(sandboxes: Sandboxes) -> None:
-    verdict = sandboxes.run(partial(grade_script, task=task("command", command="true"), script=FIX))
+def test_a_command_that_says_nothing_is_the_tasks_fault(everywhere: Sandboxes) -> None:
+    verdict = everywhere.run(partial(grade_script, task=task("command", command="true"), script=FIX))
     assert (verdict["status"], verdict["flags"]) == ("instance_error", ["no_test_ran"])
-    result = sandboxes.run(partial(validate_task, task("command", command="true")))
+    result = everywhere.run(partial(validate_task, task("command", command="true")))
     assert any("with the reference: instance_error no_test_ran" in problem for problem in result["problems"])
 
 
-def test_absent_tests_that_stand_for_success(sandboxes: Sandboxes) -> None:
+def test_absent_tests_that_stand_for_success(everywhere: Sandboxes) -> None:
     """Suites that name failures only: an expected id that is absent holds, if the run as a whole says so."""
     quiet = "python3 checks.py > log; status=$?; grep '^not ok' log; echo 'ok 99 - ran'; exit $status"
     accept = {"adds": "missing", "multiplies": "missing"}
     silent = task("command", command=quiet, accept=accept)
     for script, status in ((FIX, "resolved"), ("sed -i 's/a - b/b/' calc.py", "unresolved")):
-        assert sandboxes.run(partial(grade_script, task=silent, script=script))["status"] == status
+        assert everywhere.run(partial(grade_script, task=silent, script=script))["status"] == status

@@ -65,27 +65,27 @@ ATTACKS = {
 
 @pytest.mark.parametrize("name", TEST_PATCHES)
 @pytest.mark.parametrize("attack", ["fix", "wrong"])
-def test_tests_given_as_a_patch(sandboxes: Sandboxes, name: str, attack: str) -> None:
+def test_tests_given_as_a_patch(everywhere: Sandboxes, name: str, attack: str) -> None:
     script, status = ATTACKS[attack]
-    verdict = sandboxes.run(partial(grade_script, task=patched(TEST_PATCHES[name]), script=script))
+    verdict = everywhere.run(partial(grade_script, task=patched(TEST_PATCHES[name]), script=script))
     assert verdict["status"] == status, verdict
 
 
 @pytest.mark.parametrize("attack", [name for name in ATTACKS if name not in ("fix", "wrong")])
-def test_work_where_the_test_patch_goes(sandboxes: Sandboxes, attack: str) -> None:
+def test_work_where_the_test_patch_goes(everywhere: Sandboxes, attack: str) -> None:
     script, status = ATTACKS[attack]
     graded = patched(TEST_PATCHES["changes data elsewhere"])
-    verdict = sandboxes.run(partial(grade_script, task=graded, script=script))
+    verdict = everywhere.run(partial(grade_script, task=graded, script=script))
     assert verdict["status"] == status, verdict
     assert any(path.startswith("tests/test_calc.py") for path in verdict["dropped_paths"])
 
 
-def test_what_an_agent_leaves_in_profiles_does_not_reach_the_tests(sandboxes: Sandboxes) -> None:
+def test_what_an_agent_leaves_in_profiles_does_not_reach_the_tests(everywhere: Sandboxes) -> None:
     script = FIX + (
         "for file in ~/.bashrc ~/.profile ~/.bash_profile /etc/profile; do "
         "echo 'export PYTHONPATH=/nowhere PYTEST_ADDOPTS=--co PYTHONHOME= GIT_DIR=/nowhere; exit 0' >> $file; done"
     )
-    verdict = sandboxes.run(partial(grade_script, task=task(), script=script))
+    verdict = everywhere.run(partial(grade_script, task=task(), script=script))
     assert verdict["status"] == "resolved", verdict
 
 
@@ -124,9 +124,9 @@ PYTEST: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.network
 @pytest.mark.parametrize("name", PYTEST)
-def test_pytest(sandboxes: Sandboxes, name: str) -> None:
+def test_pytest(everywhere: Sandboxes, name: str) -> None:
     changes, script, status = PYTEST[name]
-    verdict = sandboxes.run(partial(grade_script, task=task("pytest", **changes), script=script))
+    verdict = everywhere.run(partial(grade_script, task=task("pytest", **changes), script=script))
     assert verdict["status"] == status, verdict
 
 
@@ -153,7 +153,7 @@ FAMILIES: dict[str, tuple[str, str, str, str]] = {
 
 @pytest.mark.network
 @pytest.mark.parametrize("name", FAMILIES)
-def test_several_outcomes_for_one_id(sandboxes: Sandboxes, name: str) -> None:
+def test_several_outcomes_for_one_id(everywhere: Sandboxes, name: str) -> None:
     text, expected, script, status = FAMILIES[name]
     graded = task(
         "pytest",
@@ -162,11 +162,11 @@ def test_several_outcomes_for_one_id(sandboxes: Sandboxes, name: str) -> None:
         pass_to_pass=[],
         parser="pytest",
     )
-    verdict = sandboxes.run(partial(grade_script, task=graded, script=script))
+    verdict = everywhere.run(partial(grade_script, task=graded, script=script))
     assert verdict["status"] == status, verdict
 
 
-def test_the_same_work_is_judged_alike_twice_and_at_once(sandboxes: Sandboxes) -> None:
+def test_the_same_work_is_judged_alike_twice_and_at_once(everywhere: Sandboxes) -> None:
     """Nothing is remembered from one patch to the next."""
     wrong = GOLD.replace("+    return a + b", "+    return b - a")
     patches = [GOLD, wrong, GOLD, wrong, ""] * 2
@@ -183,10 +183,10 @@ def test_the_same_work_is_judged_alike_twice_and_at_once(sandboxes: Sandboxes) -
         return statuses
 
     graded = task()
-    assert sandboxes.run(all_at_once) == ["resolved", "unresolved", "resolved", "unresolved", "empty_patch"] * 2
+    assert everywhere.run(all_at_once) == ["resolved", "unresolved", "resolved", "unresolved", "empty_patch"] * 2
 
 
-def test_a_protected_path_that_the_reference_needs_is_allowed_by_its_record(sandboxes: Sandboxes) -> None:
+def test_a_protected_path_that_the_reference_needs_is_allowed_by_its_record(everywhere: Sandboxes) -> None:
     """The reference edits the runner's configuration: admission finds out, and from then on an agent may."""
     hook = new_file("conftest.py", "import calc\n") + GOLD
     needs = TEST_UNITTEST.replace("class Calc", "import conftest\n\n\nclass Calc")
@@ -194,9 +194,9 @@ def test_a_protected_path_that_the_reference_needs_is_allowed_by_its_record(sand
     graded = task(
         tests={"files": {"tests/test_calc.py": needs}}, reference={"patch": hook}, fail_to_pass=ids, pass_to_pass=[]
     )
-    refused = sandboxes.run(partial(grade_script, task=graded, script=FIX + "echo 'import calc' > conftest.py"))
+    refused = everywhere.run(partial(grade_script, task=graded, script=FIX + "echo 'import calc' > conftest.py"))
     assert (refused["status"], refused["dropped_paths"]) == ("unresolved", ["conftest.py"])
-    result = sandboxes.run(partial(validate_task, graded))
+    result = everywhere.run(partial(validate_task, graded))
     assert result["ok"], result["problems"]
     assert result["record"].allow == ("conftest.py",)
     admitted = graded.admitted(result["record"])
@@ -205,7 +205,7 @@ def test_a_protected_path_that_the_reference_needs_is_allowed_by_its_record(sand
         (FIX + "echo 'import calc' > conftest.py; echo > tests/test_calc.py", "resolved"),
         (FIX + "touch tests/conftest.py", "unresolved"),
     ):
-        assert sandboxes.run(partial(grade_script, task=admitted, script=script))["status"] == status
+        assert everywhere.run(partial(grade_script, task=admitted, script=script))["status"] == status
 
 
 def test_a_record_sets_the_time_limit_and_what_else_counts() -> None:
@@ -217,9 +217,9 @@ def test_a_record_sets_the_time_limit_and_what_else_counts() -> None:
     assert graded.admitted(Record("calc-unittest", graded.digest, 1, 1000.0)).timeout == 300.0
 
 
-def test_a_patch_and_what_it_was_judged_by_have_digests(sandboxes: Sandboxes) -> None:
-    verdict = sandboxes.run(partial(grade_patch, task(), GOLD.encode()))
-    again = sandboxes.run(partial(grade_patch, task(), GOLD.encode()))
+def test_a_patch_and_what_it_was_judged_by_have_digests(everywhere: Sandboxes) -> None:
+    verdict = everywhere.run(partial(grade_patch, task(), GOLD.encode()))
+    again = everywhere.run(partial(grade_patch, task(), GOLD.encode()))
     assert verdict["digests"] == again["digests"]
     assert len(verdict["digests"]["patch"]) == 64
     assert verdict["digests"]["task"] != task(timeout=5).digest

@@ -151,6 +151,27 @@ async def look_for_leaks(shelf: SandboxProvider, task: SweTask) -> None:
             assert secret not in await run(box, "env; set | grep -v ^search")
 
 
+@pytest.mark.oci
+def test_a_row_with_a_real_container_image(containers: Sandboxes) -> None:
+    """The image is started by the node's own backend; nothing but the row says what is in it."""
+    row = {**KINDS["swe-rebench-v2"][0], "image_name": containers.image}
+    (task,) = load_tasks([row])
+
+    async def play(provider: SandboxProvider) -> None:
+        result = await validate_task(task, provider, runs=2)
+        assert result["ok"], result["problems"]
+        async with SWEEnv([task.admitted(result["record"])], provider) as env:
+            await env.areset()
+            step = await env.astep(bash("git log --all --oneline | cat; git tag; cat calc.py"))
+            assert "Initial commit" in step.observation
+            assert "the fix" not in step.observation
+            assert "v2" not in step.observation
+            await env.astep(bash("sed -i 's/a - b/a + b/' calc.py"))
+            assert (await env.aevaluate())[0] == 1.0
+
+    containers.run(play)
+
+
 def test_an_episode_in_an_image(sandboxes: Sandboxes) -> None:
     """The environment is active, what was built lies there, and work is graded from a fresh copy."""
     task = task_of("swe-bench")

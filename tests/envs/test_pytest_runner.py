@@ -54,19 +54,19 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_scripts(sandboxes: Sandboxes, name: str) -> None:
+def test_scripts(everywhere: Sandboxes, name: str) -> None:
     script, status = SCRIPTS[name]
-    verdict = sandboxes.run(partial(grade_script, task=task("pytest"), script=script))
+    verdict = everywhere.run(partial(grade_script, task=task("pytest"), script=script))
     assert verdict["status"] == status, verdict
     assert verdict["reward"] == float(status == "resolved")
 
 
-def test_validation(sandboxes: Sandboxes) -> None:
-    record = sandboxes.run(partial(validate_task, task("pytest")))
+def test_validation(everywhere: Sandboxes) -> None:
+    record = everywhere.run(partial(validate_task, task("pytest")))
     assert record["ok"], record
 
 
-def test_packages_of_the_checkout_are_found(sandboxes: Sandboxes) -> None:
+def test_packages_of_the_checkout_are_found(everywhere: Sandboxes) -> None:
     """A `src` layout, and a child process that imports the package."""
     test = (
         "import subprocess, sys\nimport calc\n"
@@ -81,5 +81,5 @@ def test_packages_of_the_checkout_are_found(sandboxes: Sandboxes) -> None:
         fail_to_pass=["tests/test_src.py::test_add"],
         pass_to_pass=["tests/test_src.py::test_child"],
     )
-    verdict = sandboxes.run(partial(grade_script, task=layout, script="sed -i 's/a - b/a + b/' src/calc.py"))
+    verdict = everywhere.run(partial(grade_script, task=layout, script="sed -i 's/a - b/a + b/' src/calc.py"))
     assert verdict["status"] == "resolved", verdict

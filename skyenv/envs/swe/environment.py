@@ -222,7 +222,7 @@ async def _install(box: Sandbox, environment: Environment, wheels: list[Path]) -
     names = " ".join(shlex.quote(f"{_WHEELS}/{wheel.name}") for wheel in wheels[1:])
     installer = shlex.quote(f"{_WHEELS}/{wheels[0].name}")
     what = f"environment.packages: {', '.join(environment.packages)}"
-    python = f"python{environment.python or THIS_PYTHON}"
+    python = f"$(command -v python{environment.python or THIS_PYTHON} || echo python3)"  # images may name one only
     await _run(box, f"{python} -m venv --without-pip {VENV}", what)
     await _run(box, f"PYTHONPATH={installer} {VENV}/bin/python -m pip install -q --no-index --no-deps {names}", what)
     await _run(box, f"rm -rf {_WHEELS}", what)
