@@ -25,6 +25,8 @@ SHORT = {
     "skyenv tasks validate": ["--id", "fahrenheit-offset"],
 }
 
+SERVERS = ("skyenv serve", "skyenv gateway")  # tests/cli and tests/remote/test_gateway_processes.py run them
+
 
 def test_the_two_commands_stand_first() -> None:
     assert BLOCKS[0][0] == "bash"
@@ -46,7 +48,7 @@ def test_python_block(script: str, tmp_path: Path) -> None:
     assert result.stdout.strip()
 
 
-@pytest.mark.parametrize("line", [line for line in OURS if not line.startswith("skyenv serve")])
+@pytest.mark.parametrize("line", [line for line in OURS if not line.startswith(SERVERS)])
 def test_command(line: str, tmp_path: Path) -> None:
     extra = next((options for prefix, options in SHORT.items() if line.startswith(prefix)), [])
     program, *arguments = [*shlex.split(line), *extra]

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import shutil
 import socket
 import socketserver
 import struct
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.k8s, pytest.mark.timeout(240)]
 
 CHART = Path(__file__).parents[2] / "deploy" / "chart"
 TOKENS = ("--set", "tokens.clients=tests: secret", "--set", "tokens.join=joined")
+HOST_PATH = f"/var/lib/skyenv-test-{os.getpid()}"
 BACKENDS = ("local", "oci", "kubernetes")
 
 
@@ -222,7 +224,7 @@ def values_of(cluster: TestCluster, backend: str, dns: tuple[str, ...]) -> list[
         "gateway.autoscaling.enabled": "false", "gateway.replicas": "2", "gateway.leaveSeconds": "1",
         "gateway.resources.requests.cpu": "10m", "node.backend": backend, "node.drainSeconds": "0",
         "node.resources.requests.cpu": "10m", "node.resources.requests.memory": "64Mi", "node.slots": "8",
-        "node.hostPath": f"/var/lib/skyenv-test-{os.getpid()}",
+        "node.hostPath": HOST_PATH,
     }  # fmt: skip
     if backend == "kubernetes":
         values |= {"node.options.image": cluster.image("debian"), "node.options.adoption_timeout": "60"}
@@ -246,6 +248,8 @@ def fleet(namespace: str, values: list[str], api: str | None = None) -> Iterator
     finally:
         forward.close()
         helm("uninstall", "fleet", "-n", namespace, "--wait", "--timeout", "60s")
+        if "SKYENV_K8S_ENGINE" in os.environ:  # its only node is this machine
+            shutil.rmtree(HOST_PATH, ignore_errors=True)
 
 
 def component(namespace: str, name: str) -> list[dict[str, Any]]:

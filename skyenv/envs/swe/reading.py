@@ -89,7 +89,7 @@ def _json_lines(path: Path) -> Iterator[object]:
 
 def _parquet(path: Path) -> Iterator[object]:
     try:
-        from pyarrow import ArrowInvalid, parquet  # type: ignore[import-untyped]
+        from pyarrow import ArrowInvalid, parquet
     except ImportError as error:
         raise ConfigError(f"{path}: parquet files need pyarrow: pip install 'skyenv[datasets]'") from error
     try:
