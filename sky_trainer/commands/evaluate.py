@@ -40,9 +40,7 @@ def add_parser(
     parser = commands.add_parser(
         name, help=text, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument(
-        "--tasks", default="builtin", help="a set, a file or a folder (default builtin)"
-    )
+    parser.add_argument("--tasks", default="builtin", help="a set, a file or a folder (default builtin)")
     parser.add_argument("--ids", default="", help="only these task ids, separated by commas")
     parser.add_argument("--level", type=int, help="only tasks of this level")
     parser.add_argument("--limit", type=int, help="at most so many tasks")
