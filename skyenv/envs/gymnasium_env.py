@@ -63,6 +63,9 @@ class GymnasiumEnv(Env, gymnasium.Env[str, Any]):
     def _face(self) -> Actor:
         if self._portal is None:
             self._portal = Portal()
-        if self._actor is None or self._actor.ended:
+        if self._actor is not None and self._actor.ended:
+            self._actor.close()  # an interrupted one may still be freeing what it held
+            self._actor = None
+        if self._actor is None:
             self._actor = self._portal.actor(self.aclose)
         return self._actor
