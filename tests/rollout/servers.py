@@ -48,11 +48,13 @@ class Server:
     running: int = 0
     weight_version: str = "default"
     ill: bool = False
+    ill_after: int | None = None
     cached: int | None = None
 
     def forget(self) -> None:
         """Work again, as if just started."""
-        self.delay, self.spoil, self.hung_up, self.ill, self.cached = 0.0, None, 0, False, None
+        self.delay, self.spoil, self.hung_up = 0.0, None, 0
+        self.ill, self.ill_after, self.cached = False, None, None
         for record in (self.faults, self.bodies, self.headers, self.aborted):
             record.clear()
 
@@ -88,6 +90,7 @@ class Server:
 
     async def completions(self, request: Request) -> Response:
         body = await self.note(request)
+        self.ill = self.ill or (self.ill_after is not None and len(self.bodies) > self.ill_after)
         if self.ill:
             return Response("engine is dead", 500)
         if (fault := await self.busy(request)) is not None:

@@ -75,7 +75,9 @@ def test_a_narrowed_lane_hands_out_nothing_until_it_fits() -> None:
         assert (lane.busy, lane.waiting) == (0, 0)
         return seen
 
-    assert virtual(main) == [3, 3, 3, 1]
+    seen = virtual(main)
+    assert max(seen) == 3
+    assert seen[-1] == 1
 
 
 @settings(max_examples=60, deadline=None)
