@@ -156,7 +156,9 @@ def test_commits_that_fix_code_together_with_tests_become_tasks(tmp_path: Path) 
     ],
 )
 def test_wrong_input_is_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
-    done = build(*arguments, "--out", str(tmp_path / "out.jsonl"))
+    folder = str(project(tmp_path / "numbers"))
+    given = [folder if argument == "." else argument for argument in arguments]
+    done = build(*given, "--out", str(tmp_path / "out.jsonl"))
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
