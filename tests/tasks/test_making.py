@@ -78,6 +78,8 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 async def test_bugs_are_injected_and_the_tests_that_tell_are_taken_away(tmp_path: Path) -> None:
     folder, out = project(tmp_path / "numbers"), tmp_path / "tasks.jsonl"
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "test_nothing.py").write_text("raise SystemExit")
     done = build("mutate", str(folder), "--out", str(out), "--count", "4")
     assert done.returncode == 0, done.stderr + done.stdout
     assert json.loads(done.stdout.splitlines()[-1])["tasks"] == 4

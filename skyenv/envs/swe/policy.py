@@ -18,21 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyenv.envs.swe.sources import Tree, TreeFile
+from skyenv.envs.swe.trees import CACHE_NAMES
 
-CACHE_NAMES = frozenset(
-    {
-        "__pycache__",
-        ".pytest_cache",
-        ".mypy_cache",
-        ".ruff_cache",
-        ".hypothesis",
-        ".tox",
-        ".nox",
-        ".coverage",
-        ".venv",
-        "node_modules",
-    }
-)
 _CACHE_SUFFIXES = (".pyc", ".pyo")
 _TEST_ROOTS = frozenset({"test", "tests", "testing", "unittests"})
 _RUNNER_FILES = frozenset({"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini"})

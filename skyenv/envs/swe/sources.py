@@ -63,7 +63,7 @@ _CREDENTIALS = re.compile(r"//[^/@\s]*@")
 
 @dataclass(frozen=True, slots=True)
 class DirectorySource:
-    """A directory on this machine, without `.git` and `__pycache__`."""
+    """A directory on this machine, without `.git`, `.venv`, `node_modules` and the caches of tools."""
 
     path: str
 

@@ -33,6 +33,20 @@ MAX_BYTES = 512 << 20
 SYMLINK = stat.S_IFLNK | 0o777
 GIT_SECONDS = 120.0
 _IGNORED = {".git", "__pycache__"}
+CACHE_NAMES = frozenset(
+    {
+        "__pycache__",
+        ".pytest_cache",
+        ".mypy_cache",
+        ".ruff_cache",
+        ".hypothesis",
+        ".tox",
+        ".nox",
+        ".coverage",
+        ".venv",
+        "node_modules",
+    }
+)
 _BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
 
 
@@ -219,7 +233,7 @@ def _read_zip(data: bytes, builder: TreeBuilder) -> None:
 
 
 def read_directory(root: Path, what: str) -> Tree:
-    """Read the files below `root`, without `.git` and `__pycache__`; symlinks are kept, not followed."""
+    """Read the files below `root`, without `.git` and what tools keep beside it; symlinks are kept, not followed."""
     builder = TreeBuilder(what)
     if not root.is_dir():
         raise builder.fail(f"{root} is not a directory; correct the path or create it")
@@ -240,7 +254,7 @@ def read_directory(root: Path, what: str) -> Tree:
 
 def _walk(root: Path, builder: TreeBuilder) -> Iterator[Path]:
     for entry in sorted(os.scandir(root), key=lambda e: e.name):
-        if entry.name.lower() in _IGNORED:
+        if entry.name.lower() in _IGNORED or entry.name in CACHE_NAMES:
             continue
         if entry.is_dir(follow_symlinks=False):
             builder.claim(entry.name, 0)
