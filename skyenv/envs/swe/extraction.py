@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from anyio import to_thread
 
 from skyenv.core import Sandbox
-from skyenv.envs.swe.policy import CACHE_NAMES, Change, is_cache
+from skyenv.envs.swe.policy import Change, is_cache
 from skyenv.envs.swe.sources import Tree, TreeFile
+from skyenv.envs.swe.trees import CACHE_NAMES
 from skyenv.errors import SandboxPathError, SandboxProtocolError
 
 MAX_FILES = 2_000
