@@ -139,14 +139,14 @@ class Work:
         limit = self.pipeline.limits.trajectory_timeout
         with anyio.move_on_after(limit) as scope:
             if group.complete:
-                return _given_up(item, StopReason.CANCELLED, ENOUGH, "enough siblings have a reward")
+                return _no_longer_needed(item)
             group.scopes[item] = scope
             try:
                 return await self._attempts(item, task)
             finally:
                 del group.scopes[item]
         if group.complete:
-            return _given_up(item, StopReason.CANCELLED, ENOUGH, "enough siblings have a reward")
+            return _no_longer_needed(item)
         late = f"not done within {limit:g} s, all attempts together"
         return _given_up(item, StopReason.SANDBOX_ERROR, DeadlineExceeded.__name__, late)
 
@@ -267,6 +267,10 @@ class Work:
             except SkyEnvError as error:
                 logger.warning("%s sample %d: not closed: %s", item.task_id, item.sample_index, error)
                 item.close_errors += 1
+
+
+def _no_longer_needed(item: Item) -> Trajectory:
+    return _given_up(item, StopReason.CANCELLED, ENOUGH, "enough siblings have a reward")
 
 
 def _given_up(item: Item, reason: StopReason, kind: str, message: str) -> Trajectory:

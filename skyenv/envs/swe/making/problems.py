@@ -7,7 +7,7 @@ import re
 from skyenv.envs.swe.making.candidates import Candidate, Symptoms
 
 MAX_EXCERPT = 1200
-_HEADING = re.compile(r"^_{3,} (?P<name>.+?) _{3,}$")
+_HEADING = re.compile(r"^_{3,} .+? _{3,}$")
 
 PROMPT = """Write the issue that a user of this Python project would file. Say what goes wrong and what should happen \
 instead, with a short example. Do not name tests, do not guess at the cause, do not propose a fix. At most 150 words, \
@@ -30,12 +30,11 @@ def excerpt(symptoms: Symptoms) -> str:
             break
         elif blocks:
             blocks[-1].append(line)
-    names = {test.rpartition("::")[2] for test in symptoms.failing}
-    wanted = [block for block in blocks if block] if names else []
-    if not wanted:
+    first = next((block for block in blocks if block), None)
+    if first is None:
         return "\n".join(line for line in symptoms.output.splitlines() if "Error" in line)[:MAX_EXCERPT]
-    code = [line for line in wanted[0] if line.startswith("    ") and line.strip()][:1]
-    errors = [line for line in wanted[0] if line.startswith("E ")]
+    code = [line for line in first if line.startswith("    ") and line.strip()][:1]
+    errors = [line for line in first if line.startswith("E ")]
     return "\n".join([*code, *errors])[:MAX_EXCERPT]
 
 
