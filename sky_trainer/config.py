@@ -8,9 +8,6 @@ what a run resolved to is written into its directory. Keys that TRL owns pass th
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
+from sky_trainer.settings import build, check_least, read_yaml, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
 from skyenv.formats import NativeFormat
@@ -152,59 +150,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     return from_mapping(with_overrides(read_yaml(path), overrides))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a mapping from a YAML file; ConfigError when it cannot be read or is something else."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds a {type(data).__name__}; write a mapping such as `steps: 100`")
-    return data
-
-
-def with_overrides(data: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Lay `--key value`, `--section.key value` and `--key=value` words over `data`; values are read as YAML."""
-    merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
-    rest = list(words)
-    while rest:
-        key, value = _next_override(rest)
-        *sections, leaf = key.split(".")
-        target = merged
-        for section in sections:
-            below = target.setdefault(section, {})
-            if not isinstance(below, dict):
-                raise ConfigError(f"--{key}: {section} is {below!r}, not a section")
-            target = below
-        try:
-            target[leaf] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--{key} {value}: not valid YAML") from error
-    return merged
-
-
-def _next_override(words: list[str]) -> tuple[str, str]:
-    word = words.pop(0)
-    if not word.startswith("--") or word == "--":
-        raise ConfigError(f"unexpected argument {word!r}; overrides are written --key value")
-    key, equals, value = word[2:].partition("=")
-    if equals:
-        return key, value
-    if not words:
-        raise ConfigError(f"--{key} needs a value")
-    return key, words.pop(0)
-
-
 def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     """Build and check a Config from nested mappings. Raises ConfigError naming the field and the fix.
 
     What only training forbids, such as several segments a rollout, passes without `training`.
     """
-    config: Config = _build(Config, data, "")
+    config = build(Config, data)
     _check_rollout(config.rollout)
     if training:
         _check_training(config)
@@ -241,8 +192,8 @@ def _check_rollout(rollout: RolloutConfig) -> None:
     values = dataclasses.asdict(rollout)
     positive = ("max_turns", "max_tokens_per_turn", "wall_clock", "concurrency", "init_concurrency", "eval_concurrency")
     or_zero = ("observation_tokens", "remind_turns", "remind_tokens", "remind_seconds", "condense_tokens")
-    _check_least({f"rollout.{name}": (values[name], 1) for name in positive})
-    _check_least({f"rollout.{name}": (values[name], 0) for name in (*or_zero, "condense_turns")})
+    check_least({f"rollout.{name}": (values[name], 1) for name in positive})
+    check_least({f"rollout.{name}": (values[name], 0) for name in (*or_zero, "condense_turns")})
     if rollout.max_context <= rollout.max_tokens_per_turn:
         raise ConfigError(
             f"rollout.max_context is {rollout.max_context}; it must be above rollout.max_tokens_per_turn, which is"
@@ -267,7 +218,7 @@ def _check_rollout(rollout: RolloutConfig) -> None:
 
 def _check_training(config: Config) -> None:
     rollout = config.rollout
-    _check_least(
+    check_least(
         {
             "steps": (config.steps, 1),
             "save_every": (config.save_every, 1),
@@ -304,95 +255,6 @@ def _check_segments(rollout: RolloutConfig) -> None:
             )
 
 
-def _check_least(numbers: Mapping[str, tuple[float, float]]) -> None:
-    for key, (value, least) in numbers.items():
-        if value < least:
-            raise ConfigError(f"{key} is {value}; it must be at least {least}")
-
-
-def _build(kind: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
-    hints = typing.get_type_hints(kind)
-    values = {}
-    for key, value in data.items():
-        if key not in hints:
-            raise ConfigError(unknown_key(f"{prefix}{key}", every_key()))
-        values[key] = _convert(hints[key], value, f"{prefix}{key}")
-    return kind(**values)
-
-
-def every_key() -> list[str]:
-    """All dotted keys, sections included."""
-    keys = []
-    for name, hint in typing.get_type_hints(Config).items():
-        keys.append(name)
-        if dataclasses.is_dataclass(hint):
-            keys += [f"{name}.{item.name}" for item in dataclasses.fields(hint)]
-    return keys
-
-
 def defaults_text() -> str:
     """Every key with its default, one a line."""
     return "\n".join(f"  {key}: {value!r}" for key, value in flat(Config()).items())
-
-
-def unknown_key(key: str, known: Sequence[str]) -> str:
-    """The message for a key that does not exist, naming the nearest that does."""
-    leaf = key.rpartition(".")[2]
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    near = same_leaf or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if not near:
-        near = [n for n in known if difflib.get_close_matches(leaf, [n.rpartition(".")[2]], cutoff=0.6)][:1]
-    near = near or difflib.get_close_matches(leaf, known, n=1, cutoff=0.0)
-    return f"unknown key {key!r}; did you mean {near[0]!r}?"
-
-
-def _convert(hint: Any, value: Any, key: str) -> Any:
-    """`value` as the annotated type, or ConfigError naming the key and what it takes."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{key} is a section; write its keys below it, not {value!r}")
-        return _build(hint, value, f"{key}.")
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        return None if value is None else _convert(arguments[0], value, key)
-    if origin is Literal:
-        if value is False and "off" in arguments:  # how YAML reads a bare off
-            value = "off"
-        if value not in arguments:
-            raise ConfigError(f"{key} is {value!r}; it must be one of {', '.join(map(str, arguments))}")
-        return value
-    if origin is tuple:
-        words = value.split(",") if isinstance(value, str) else value
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise ConfigError(f"{key} is {value!r}; write a list of strings")
-        return tuple(words)
-    if origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-            raise ConfigError(f"{key} is {value!r}; write a mapping of keys to values")
-        return dict(value)
-    return _scalar(hint, value, key)
-
-
-def _scalar(hint: type[Any], value: Any, key: str) -> Any:
-    if hint is float:
-        number = as_float(value)
-        if number is None or not math.isfinite(number):
-            raise ConfigError(f"{key} is {value!r}; write a number such as 0.5")
-        return number
-    if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ConfigError(f"{key} is {value!r}; write a whole number such as 8")
-    if hint is bool and not isinstance(value, bool):
-        raise ConfigError(f"{key} is {value!r}; write true or false")
-    if hint is str and not isinstance(value, str):
-        raise ConfigError(f"{key} is {value!r}; write text, in quotes where it looks like a number")
-    return value
-
-
-def as_float(value: Any) -> float | None:
-    """A number, also written like `1e-4`, which YAML takes for text; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None

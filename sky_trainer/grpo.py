@@ -28,7 +28,8 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sky_trainer.batch import Row, RowRules, SegmentRule, columns, rows_from, summary
-from sky_trainer.config import Config, as_float, unknown_key
+from sky_trainer.config import Config
+from sky_trainer.settings import as_float, unknown_key
 from sky_trainer.weights import WeightSync
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.types import TrajectoryGroup

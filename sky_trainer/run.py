@@ -24,6 +24,7 @@ from sky_trainer.display import Display
 from sky_trainer.engines import HFEngine
 from sky_trainer.record import RunRecord, last_checkpoint, quarters, read_metrics
 from sky_trainer.rollouts import Rollouts, opened
+from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
 from sky_trainer.weights import SharedWeights
 from skyenv.envs.swe.records import require_records
@@ -128,7 +129,7 @@ def prepare_directory(config: Config) -> None:
         raise ConfigError(f"out: cannot write to {config.run_dir}: {error.strerror}") from error
     if not config.resume and read_metrics(config.run_dir):
         raise ConfigError(f"out: {config.run_dir} holds a run already; choose another or leave resume at true")
-    before = configuration.from_mapping(configuration.read_yaml(path))
+    before = configuration.from_mapping(read_yaml(path))
     changed = [key for key in different_keys(before, config) if key not in ("steps", "save_every", "resume")]
     if changed:
         raise ConfigError(

@@ -10,10 +10,11 @@ import anyio
 
 from sky_trainer.assembly import choose_tasks
 from sky_trainer.commands.output import print_json, print_line
-from sky_trainer.config import SandboxConfig, TasksConfig, from_mapping, with_overrides
+from sky_trainer.config import SandboxConfig, TasksConfig, from_mapping
 from sky_trainer.evaluated import write_predictions
 from sky_trainer.evaluation import POLICIES, EvalPlan, Policy, evaluate, kept_samples
 from sky_trainer.scores import scores
+from sky_trainer.settings import with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
 from skyenv.types import Trajectory

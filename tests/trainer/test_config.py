@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from sky_trainer.assembly import make_format, make_renderer, make_rules, with_scripts
 from sky_trainer.commands.demo import recipe
-from sky_trainer.config import Config, RolloutConfig, every_key, from_mapping, load, to_mapping, with_overrides, write
+from sky_trainer.config import Config, RolloutConfig, from_mapping, load, to_mapping, write
 from sky_trainer.grpo import grpo_config
+from sky_trainer.settings import every_key, with_overrides
 from skyenv.errors import ConfigError
 from skyenv.history import MaskObservations
 from skyenv.rollout import TurnRules
@@ -133,7 +134,9 @@ def test_what_is_written_is_read_back_without_secrets(tmp_path: Path) -> None:
     assert again == config
 
 
-@given(st.dictionaries(st.sampled_from(every_key()), st.one_of(st.none(), st.booleans(), st.integers(), st.text())))
+@given(
+    st.dictionaries(st.sampled_from(every_key(Config)), st.one_of(st.none(), st.booleans(), st.integers(), st.text()))
+)
 def test_any_values_are_taken_or_refused_by_name(data: dict[str, Any]) -> None:
     words = [word for key, value in data.items() for word in (f"--{key}", str(value))]
     config, complaint = None, ""
