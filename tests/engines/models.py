@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,16 @@ def renderer_of(path: Path) -> Renderer:
     return Renderer(load_tokenizer(str(path)), formats.get("hermes"))
 
 
+@cache
+def _loaded(path: str) -> Any:
+    return load_model(path)
+
+
 def logprobs_here(path: Path, prompt: Sequence[int], sampled: Sequence[int], temperature: float = 1.0) -> list[float]:
     """What the checkpoint at `path` gives the sampled ids after the prompt."""
     import torch
 
-    model: Any = load_model(str(path))
+    model = _loaded(str(path))
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *sampled]])).logits[0].float() / temperature
     rows = logits[len(prompt) - 1 : -1].log_softmax(-1)

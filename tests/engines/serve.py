@@ -1,7 +1,7 @@
 """Start the inference servers of a test run: `python -m tests.engines.serve FOLDER FLAVOUR...`.
 
-Makes a tiny model in FOLDER/model, starts a server of each flavour for it, writes FOLDER/FLAVOUR.url once it is ready or
-FOLDER/FLAVOUR.error, and ends, with the servers, when its standard input does.
+Makes a tiny model in FOLDER/model, starts a server of each flavour for it, writes FOLDER/FLAVOUR.url once it is ready
+or FOLDER/FLAVOUR.error, and ends, with the servers, when its standard input does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stands in for SGLang's compiled kernels, which have no build for this processor: imported everywhere, never called."""
+"""SGLang's compiled kernels have no build for this processor; this is imported everywhere and never called."""
 
 from collections.abc import Callable
 from typing import NoReturn
