@@ -38,7 +38,16 @@ LAYERS: dict[str, set[str]] = {
     | {"skyenv.envs", "skyenv.tools", "skyenv.formats", "skyenv.portal", "skyenv.spaces", "skyenv.rewards"},
     "skyenv.rollout": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.stuck", "skyenv.context", "skyenv.history"},
     "skyenv.vector": CORE
-    | {"skyenv.vector", "skyenv.rollout", "skyenv.renderer", "skyenv.rewards", "skyenv.portal", "skyenv.stuck"},
+    | {
+        "skyenv.vector",
+        "skyenv.rollout",
+        "skyenv.renderer",
+        "skyenv.rewards",
+        "skyenv.portal",
+        "skyenv.stuck",
+        "skyenv.plugins",
+        "skyenv.trajectory_io",
+    },
     "skyenv": {"skyenv"},
     "sky_trainer": {"skyenv", "sky_trainer"},
 }

@@ -48,6 +48,14 @@ ENOUGH = "GroupComplete"
 
 
 @dataclass(frozen=True, slots=True)
+class Numbering:
+    """What the one group of a run is called: its number, and those of its samples."""
+
+    group_id: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a run is asked for; see `RolloutPipeline.run`."""
 
@@ -55,6 +63,7 @@ class Request:
     group_size: int
     enough: int | None = None
     priority: int = 0
+    numbering: Numbering | None = None
 
 
 @dataclass(slots=True)
@@ -99,9 +108,10 @@ class Work:
 
     def _items(self) -> Iterator[tuple[Item, Task | str]]:
         """Sibling after sibling, task after task."""
-        for group_id, task in enumerate(self._request.tasks):
+        numbering = self._request.numbering or Numbering(0, tuple(range(self._request.group_size)))
+        for group_id, task in enumerate(self._request.tasks, numbering.group_id):
             task_id = task if isinstance(task, str) else task.task_id
-            for sample_index in range(self._request.group_size):
+            for sample_index in numbering.samples:
                 yield Item(task_id, group_id, sample_index), task
 
     async def _main(self, results: MemoryObjectSendStream[Trajectory]) -> None:
