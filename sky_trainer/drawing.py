@@ -51,7 +51,7 @@ def draw_timeline(
         requests = [each for line in beside for each in line.later(-first).generations]
         requests += [each for line in ordered for each in line.generations]
         _draw_engine(below, requests, last - first, slots)
-        figure.suptitle(title or f"{len(ordered)} trajectories through init | run | eval", fontsize=11)
+        above.set_title(title or f"{len(ordered)} trajectories through init | run | eval", loc="left", fontsize=11)
         figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, handlelength=1.0)
         below.set_xlabel("seconds")
         below.set_xlim(0, last - first)
