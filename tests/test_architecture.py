@@ -27,6 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "skyenv.context": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.history"},
     "skyenv.tools": CORE | {"skyenv.tools", "skyenv.plugins"},
     "skyenv.rewards": CORE,
+    "skyenv.samples": CORE,
     "skyenv.stuck": CORE,
     "skyenv.engines": CORE | {"skyenv.engines", "skyenv.renderer"},
     "skyenv.trajectory_io": CORE,
