@@ -34,8 +34,9 @@ from skyenv.rollout import RolloutOptions, rollout
 from skyenv.types import Failure, StopReason, Trajectory
 from skyenv.vector.background import Background
 from skyenv.vector.lanes import Stage, Stages
+from skyenv.vector.metrics import Meter, MeteredEngine
 from skyenv.vector.progress import WAIT_OF, Board, Item
-from skyenv.vector.siblings import Siblings
+from skyenv.vector.sharing import SharedInit
 from skyenv.vector.stopping import attempts_for, failed_reason, settled
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Group:
     """The siblings of one task: how many are to come back, how many have a reward, the scopes of those under way."""
 
     left: int
-    siblings: Siblings = field(default_factory=Siblings)
+    shared: SharedInit = field(default_factory=SharedInit)
     usable: int = 0
     complete: bool = False
     scopes: dict[Item, anyio.CancelScope] = field(default_factory=dict)
@@ -76,7 +77,8 @@ class Work:
         self.pipeline, self._request = pipeline, request
         tasks = request.tasks
         total = len(tasks) * request.group_size if isinstance(tasks, Sized) else None
-        self.board = Board(total, pipeline.on_event)
+        self.meter = pipeline.meter or Meter()
+        self.board = Board(total, pipeline.on_event, self.meter, request.group_size)
         self.stages = pipeline.stages or Stages(pipeline.widths)
         self._options = RolloutOptions(pipeline.limits, pipeline.sampling, pipeline.rules)
         self._reward = reward_function(pipeline.reward)
@@ -92,7 +94,6 @@ class Work:
 
     def start(self, results: MemoryObjectSendStream[Trajectory]) -> None:
         """Begin to put trajectories into `results`, which is closed at the end."""
-        self.board.start()
         self._background = Background(lambda: self._main(results), "pipeline")
         self._background.start()
 
@@ -115,16 +116,20 @@ class Work:
 
     async def _main(self, results: MemoryObjectSendStream[Trajectory]) -> None:
         try:
-            async with results, anyio.create_task_group() as beside:
-                beside.start_soon(self._name_stalled)
-                async with anyio.create_task_group() as group:
-                    for item, task in self._items():
-                        await self.stages.live.acquire(self._rank(item))
-                        group.start_soon(self._one, item, task, results)
-                beside.cancel_scope.cancel()
+            with self.board.running(self.stages):
+                await self._admit_all(results)
         finally:
             for unfinished in self._groups.values():
                 await self._free(unfinished)
+
+    async def _admit_all(self, results: MemoryObjectSendStream[Trajectory]) -> None:
+        async with results, anyio.create_task_group() as beside:
+            beside.start_soon(self._name_stalled)
+            async with anyio.create_task_group() as group:
+                for item, task in self._items():
+                    await self.stages.live.acquire(self._rank(item))
+                    group.start_soon(self._one, item, task, results)
+            beside.cancel_scope.cancel()
 
     def _rank(self, item: Item) -> tuple[int, ...]:
         """Evaluation before training, older groups first, so that siblings finish together."""
@@ -158,7 +163,7 @@ class Work:
         try:
             with anyio.CancelScope(shield=True), boundary(EnvError, "the siblings' beginning"):
                 with anyio.fail_after(self.pipeline.close_timeout):
-                    await group.siblings.aclose()
+                    await group.shared.aclose()
         except SkyEnvError as error:
             logger.warning("not freed: %s", error)
 
@@ -212,7 +217,7 @@ class Work:
             if error is None or attempt >= attempts_for(error, self.pipeline.attempts, self.pipeline.max_attempts):
                 break
             logger.info("%s sample %d: attempt %d failed: %s", item.task_id, item.sample_index, attempt, error)
-            self.board.retry(item)
+            self.board.retry(item, error)
             await anyio.sleep(_pause(error))
         return trajectory
 
@@ -247,7 +252,7 @@ class Work:
         if not (shared and isinstance(env, SharesBeginning)):
             yield
             return
-        async with group.siblings.beginning(self.pipeline.limits.init_timeout / 2) as beginning:
+        async with group.shared.beginning(self.pipeline.limits.init_timeout / 2) as beginning:
             env.begin_with(beginning)
             yield
 
@@ -280,7 +285,8 @@ class Work:
 
     async def _play(self, env: Env, item: Item, trajectory: Trajectory, ahead: AsyncExitStack) -> None:
         """The turns, and beside them what opens the evaluation's needs, in a slot that `ahead` gives back."""
-        playing = partial(rollout, env, self.pipeline.engine, self.pipeline.renderer, trajectory, self._options)
+        engine = MeteredEngine(self.pipeline.engine, self.meter, item)
+        playing = partial(rollout, env, engine, self.pipeline.renderer, trajectory, self._options)
         if not (self.stages.widths.ahead and isinstance(env, GradesAhead)):
             await playing()
             return

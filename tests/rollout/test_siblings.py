@@ -15,7 +15,7 @@ from skyenv.types import Limits, StopReason, Trajectory
 from skyenv.vector.durations import Durations
 from skyenv.vector.lanes import Stages, StageWidths
 from skyenv.vector.pipeline import RolloutPipeline
-from skyenv.vector.siblings import Siblings
+from skyenv.vector.sharing import SharedInit
 from tests.rollout.adventure import RENDERER, WIN, Plan, Quest, virtual
 from tests.rollout.camp import Camp, Camper, Sharing
 
@@ -155,8 +155,8 @@ def test_leaving_early_frees_what_is_shared(backend: str) -> None:
 async def test_an_offer_is_made_once() -> None:
     async def free() -> None: ...
 
-    siblings = Siblings()
-    async with siblings.beginning(1.0) as first, siblings.beginning(0.0) as second:
+    shared = SharedInit()
+    async with shared.beginning(1.0) as first, shared.beginning(0.0) as second:
         assert (first.wanted, second.wanted, second.snapshot) == (True, False, None)
         first.offer("s", free)
         assert (first.wanted, second.snapshot) == (False, "s")

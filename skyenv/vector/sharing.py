@@ -15,7 +15,7 @@ import anyio
 Free = Callable[[], Awaitable[None]]
 
 
-class Siblings:
+class SharedInit:
     """Of one group, on one event loop."""
 
     def __init__(self) -> None:
@@ -59,14 +59,14 @@ class Siblings:
 class SharedBeginning:
     """A `core.Beginning` among siblings."""
 
-    def __init__(self, siblings: Siblings, leads: bool) -> None:
-        self._siblings = siblings
+    def __init__(self, shared: SharedInit, leads: bool) -> None:
+        self._shared = shared
         self._leads = leads
 
     @property
     def snapshot(self) -> str | None:
         """See `core.Beginning.snapshot`."""
-        return self._siblings.snapshot
+        return self._shared.snapshot
 
     @property
     def wanted(self) -> bool:
@@ -78,9 +78,9 @@ class SharedBeginning:
         if not self._leads:
             raise ValueError("offer: only where it is wanted, and once")
         self._leads = False
-        self._siblings.settle(snapshot, free)
+        self._shared.settle(snapshot, free)
 
     def decline(self) -> None:
         """See `core.Beginning.decline`."""
         self._leads = False
-        self._siblings.settle(None, None)
+        self._shared.settle(None, None)
