@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from sky_trainer.advantages import AdvantageConfig
+from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, read_yaml, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
@@ -135,6 +136,7 @@ class Config:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
 
