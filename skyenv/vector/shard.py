@@ -17,7 +17,8 @@ import anyio
 
 from skyenv.errors import ConfigError, EnvError, SkyEnvError, boundary
 from skyenv.vector.background import Background
-from skyenv.vector.lanes import STAGES, Stages
+from skyenv.vector.lanes import Stages
+from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import Progress
 from skyenv.vector.stopping import FailureThreshold
@@ -36,6 +37,7 @@ class Shard:
     def __init__(self, open_pipeline: OpenPipeline) -> None:
         self._open_pipeline = open_pipeline
         self._stages: Stages | None = None
+        self._meter = Meter()
         self._opened = anyio.Event()
         self._background = Background(self._serve, "shard")
         self._orders, self._todo = anyio.create_memory_object_stream[Portion](math.inf)
@@ -83,8 +85,9 @@ class Shard:
                 context = self._open_pipeline()
             async with context as pipeline:
                 stages = pipeline.stages or Stages(pipeline.widths)
+                self._meter = pipeline.meter or self._meter
                 # Too many failures are counted over all shards, where the portions are handed out.
-                pipeline = dataclasses.replace(pipeline, stages=stages, failures=NEVER)
+                pipeline = dataclasses.replace(pipeline, stages=stages, meter=self._meter, failures=NEVER)
                 self._stages = stages
                 self._opened.set()
                 async with anyio.create_task_group() as group:
@@ -120,11 +123,7 @@ class Shard:
         self._spoken.set()
 
     def _beat(self) -> Beat:
-        lanes = {} if self._stages is None else self._stages.lanes
-        stages: dict[str, tuple[int, int, int]] = {
-            stage: (lanes[stage].waiting, lanes[stage].busy, lanes[stage].width) for stage in STAGES if lanes
-        }
-        return Beat(stages, {number: _counts(progress()) for number, progress in self._progress.items()})
+        return Beat(self._meter.numbers(), {number: _counts(progress()) for number, progress in self._progress.items()})
 
 
 def _counts(now: Progress) -> tuple[int, ...]:

@@ -22,8 +22,7 @@ from skyenv.errors import ConfigError, ShardLost, SkyEnvError, boundary
 from skyenv.types import Trajectory
 from skyenv.vector.background import Background
 from skyenv.vector.dispatch import Dispatcher, Job, Seat
-from skyenv.vector.lanes import Stage
-from skyenv.vector.progress import OnEvent, Progress, StageStats
+from skyenv.vector.progress import OnEvent, Progress
 from skyenv.vector.stopping import FailureThreshold
 from skyenv.vector.wire import Portion, Word
 from skyenv.vector.work import Request
@@ -249,9 +248,9 @@ class ShardedRun:
         )
 
     @property
-    def stats(self) -> dict[Stage, StageStats]:
-        """What each stage did, merged over the shards; see `skyenv.vector.merged`."""
-        return dict(self._job.board.stats([seat.beat for seat in self._pipeline._dispatcher.seats]))
+    def numbers(self) -> dict[str, float]:
+        """What it did so far, by the names of `skyenv.vector.metrics`, merged as `skyenv.vector.merged` says."""
+        return self._job.board.numbers([seat.beat.numbers for seat in self._pipeline._dispatcher.seats])
 
     def __aiter__(self) -> AsyncIterator[Trajectory]:
         return self._stream

@@ -80,12 +80,12 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life: waiting, busy and width of each stage, and how many samples of each portion are in which state.
+    """A sign of life: the numbers of the shard's meter, and how many samples of each portion are in which state.
 
     The counts of a portion are in the order of `STATES`.
     """
 
-    stages: Mapping[str, tuple[int, int, int]]
+    numbers: Mapping[str, float]
     portions: Mapping[int, tuple[int, ...]]
 
 
@@ -108,8 +108,8 @@ def _written(word: Word) -> dict[str, Any]:
             return {"number": number, "trajectory": trajectory_to_json(trajectory)}
         case End():
             return {"end": asdict(word)}
-        case Beat(stages, portions):
-            return {"stages": dict(stages), "portions": dict(portions)}
+        case Beat(numbers, portions):
+            return {"numbers": dict(numbers), "portions": dict(portions)}
 
 
 def _read(word: Mapping[str, Any]) -> Word:
@@ -117,5 +117,4 @@ def _read(word: Mapping[str, Any]) -> Word:
         return Result(word["number"], trajectory_from_json(word["trajectory"]))
     if "end" in word:
         return End(**word["end"])
-    stages = {stage: (waiting, busy, width) for stage, (waiting, busy, width) in word["stages"].items()}
-    return Beat(stages, {int(number): tuple(counts) for number, counts in word["portions"].items()})
+    return Beat(word["numbers"], {int(number): tuple(counts) for number, counts in word["portions"].items()})

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from skyenv.engines.scripted import ScriptedEngine
 from skyenv.errors import ConfigError, ShardLost, SkyEnvError
 from skyenv.types import Failure, Message, Segment, StopReason, ToolCall, Trajectory, Turn
+from skyenv.vector.merged import merged_numbers
 from skyenv.vector.pipeline import RolloutPipeline, StageWidths
 from skyenv.vector.progress import PipelineEvent
 from skyenv.vector.shard import Shard
@@ -151,11 +152,12 @@ def test_every_sample_comes_back_once_and_its_group_stays_together() -> None:
             assert all(t.reward == 1.0 and t.attempts == 1 for t in found)
             assert fleet.live == 0
             assert (run.progress.done, run.progress.total, run.progress.queued, run.progress.live) == (27, 27, 0, 0)
-            stats = run.stats
-            assert stats["run"].service.count == 27
-            assert stats["init"].width == 4
-            assert 0 < stats["run"].utilisation <= 1
-            assert stats["init"].service.p50 == pytest.approx(1.0)
+            numbers = run.numbers
+            assert numbers["trajectories/done"] == 27
+            assert numbers["stage/init/width"] == pytest.approx(4.0)
+            assert numbers["stage/init/service_p50"] == pytest.approx(1.0)
+            assert numbers["stage/run/service_max"] == pytest.approx(3.0)
+            assert 0.3 < numbers["stage/run/utilisation"] <= 1
         assert fleet.groups[0]
         assert sorted(fleet.groups[0] + fleet.groups[1]) == list(range(9))
 
@@ -481,7 +483,6 @@ def test_whatever_is_cut_or_frozen_nothing_is_missing_or_twice(data: Any) -> Non
 
 
 TEXT = st.text(max_size=20)
-COUNTS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 9))
 
 
 @settings(max_examples=25, deadline=None)
@@ -502,7 +503,7 @@ def test_what_was_written_is_read(data: Any) -> None:
     words: list[Word] = [
         Result(7, trajectory),
         End(7, data.draw(st.none() | TEXT), data.draw(st.booleans())),
-        Beat({"init": data.draw(COUNTS)}, {3: (0, 1, 2, 3, 4, 5, 6)}),
+        Beat({"stage/init/width": data.draw(st.floats(0, 9))}, {3: (0, 1, 2, 3, 4, 5, 6)}),
     ]
     assert read_words(write_words(words)) == words
     portion = Portion(1, text, 2, (0, 3), data.draw(st.none() | st.integers(1, 3)), -1)
@@ -521,6 +522,22 @@ def test_what_was_written_is_read(data: Any) -> None:
 def test_rules_that_cannot_work(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ShardRules(**options)
+
+
+def test_numbers_of_several_meters_are_those_of_one() -> None:
+    one = {"trajectories/done": 3.0, "stage/run/width": 2.0, "stage/run/utilisation": 1.0, "engine/latency_max": 5.0}
+    two = {"trajectories/done": 1.0, "stage/run/width": 6.0, "stage/run/utilisation": 0.0, "engine/latency_max": 7.0}
+    one |= {"engine/latency_p50": 4.0, "engine/sampled_tokens_per_second": 10.0, "sandboxes/live_max": 2.0}
+    two |= {"engine/latency_p50": 8.0, "engine/sampled_tokens_per_second": 30.0, "sandboxes/live_max": 6.0}
+    assert merged_numbers([one, {}, two]) == {
+        "trajectories/done": 4.0,
+        "stage/run/width": 8.0,
+        "stage/run/utilisation": 0.25,
+        "engine/latency_max": 7.0,
+        "engine/latency_p50": 5.0,
+        "engine/sampled_tokens_per_second": 40.0,
+        "sandboxes/live_max": 8.0,
+    }
 
 
 def test_options_that_are_no_data() -> None:
