@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
+from sky_trainer.sections.engine import EngineConfig, check_engine
 from sky_trainer.settings import build, check_least, read_yaml, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
@@ -130,6 +131,7 @@ class Config:
     tasks: TasksConfig = field(default_factory=TasksConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
@@ -157,6 +159,7 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     """
     config = build(Config, data)
     _check_rollout(config.rollout)
+    check_engine(config.engine)
     if training:
         _check_training(config)
     return config
@@ -171,9 +174,9 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML, without the sandbox token."""
+    """Write the resolved config as YAML, without tokens."""
     data = to_mapping(config)
-    data["sandbox"]["token"] = None
+    data["sandbox"]["token"] = data["engine"]["token"] = None
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
 
 
