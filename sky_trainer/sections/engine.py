@@ -46,19 +46,25 @@ class EngineConfig:
 
 def check_engine(engine: EngineConfig) -> None:
     """Raise ConfigError naming the field and the fix."""
-    check_least({"engine.sync_timeout": (engine.sync_timeout, 1), "engine.request_timeout": (engine.request_timeout, 1)})
+    check_least(
+        {"engine.sync_timeout": (engine.sync_timeout, 1), "engine.request_timeout": (engine.request_timeout, 1)}
+    )
     if not engine.remote:
         _check_embedded(engine)
         return
     if not engine.urls:
-        raise ConfigError(f"engine.urls is empty; name at least one {engine.kind} server, such as http://127.0.0.1:8000")
+        raise ConfigError(
+            f"engine.urls is empty; name at least one {engine.kind} server, such as http://127.0.0.1:8000"
+        )
     for url in engine.urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"engine.urls: {url!r} must start with http:// or https://")
     if len(set(engine.urls)) < len(engine.urls):
         raise ConfigError("engine.urls names a server twice; each takes its weights once")
     if engine.sync in ("shared", "copy"):
-        raise ConfigError(f"engine.sync is {engine.sync}, which needs engine.kind embedded; a server takes disk, nccl, lora")
+        raise ConfigError(
+            f"engine.sync is {engine.sync}, which needs engine.kind embedded; a server takes disk, nccl, lora"
+        )
     if engine.sync == "gloo" and engine.kind == "vllm":
         raise ConfigError("engine.sync is gloo, which vLLM does not know; write disk, or nccl on GPUs")
     if engine.pause == "wait" and engine.kind == "sglang":

@@ -1,1 +1,1 @@
-"""Bringing the trainer's weights to inference servers: by files, by broadcast, as adapters; and whether they arrived."""
+"""Bringing the trainer's weights to inference servers, and seeing whether they arrived."""

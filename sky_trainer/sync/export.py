@@ -57,7 +57,7 @@ def _gathered(value: Any) -> AbstractContextManager[Any]:
     """What makes a parameter that ZeRO-3 shards whole."""
     if not hasattr(value, "ds_id"):
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.zero import GatheredParameters  # type: ignore[import-not-found, unused-ignore]
 
     gathered: AbstractContextManager[Any] = GatheredParameters([value])
     return gathered

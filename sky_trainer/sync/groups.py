@@ -44,10 +44,13 @@ class TorchGroup:
     def join(self) -> None:
         """As `torch.distributed.init_process_group`, without making it the default group."""
         from torch.distributed import distributed_c10d as c10d
+        from torch.distributed.rendezvous import rendezvous
 
-        store, rank, size = next(c10d.rendezvous(self._where, 0, self._world_size, timeout=self._timeout))
+        met = rendezvous(self._where, 0, self._world_size, timeout=self._timeout)
+        store, rank, size = next(met)
         store.set_timeout(self._timeout)
-        self._group, _ = c10d._new_process_group_helper(
+        new_group: Any = c10d._new_process_group_helper
+        self._group, _ = new_group(
             size,
             rank,
             [],

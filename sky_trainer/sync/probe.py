@@ -81,8 +81,8 @@ class Probe:
         moved = _gap(self._own, own_before) if own_before else 0.0
         if stands and moved > max(STILL, self._resolution()):
             cause = (
-                f"its logprobs of the probe did not change at all where the trainer's moved by {moved:.2g} nats: it still"
-                " holds older weights; does it see the directory that it was told to load?"
+                "its logprobs of the probe did not change at all where the trainer's moved by"
+                f" {moved:.2g} nats: it holds older weights; does it see the directory that it was told to load?"
             )
             raise WeightsNotVisible(reading.url, version, gap, cause)
         if gap > self._bound:
@@ -104,7 +104,9 @@ class Probe:
     def _generation_cause(self, gap: float) -> str:
         cause = f"what it sampled has logprobs that differ by {gap:.3g} nats on average, though the weights are right."
         if self._temperature != 1.0:
-            return f"{cause} Logprobs must be those after temperature: start vLLM with --logprobs-mode processed_logprobs"
+            return (
+                f"{cause} Logprobs must be those after temperature: start vLLM with --logprobs-mode processed_logprobs"
+            )
         return f"{cause} A cache may hold states of older weights, or its sampling cuts the distribution (top_p, top_k)"
 
     def _score(self, sampled: Sequence[int]) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -24,7 +24,7 @@ from sky_trainer.weights import WeightSyncFailed
 from skyenv.engines.control import PauseMode
 from skyenv.engines.openai import OpenAIEngine
 from skyenv.engines.pool import EnginePool
-from skyenv.errors import EngineError, EngineUnavailable, SkyEnvError
+from skyenv.errors import EngineError, EngineUnavailable, SkyEnvError, boundary
 
 logger = logging.getLogger(__name__)
 
@@ -163,14 +163,12 @@ class ServerWeights:
         """One server takes the version and is read. EngineError of any kind: what it holds is unknown."""
         timeout = self._rules.timeout
         try:
-            with anyio.fail_after(timeout):
+            with anyio.fail_after(timeout), boundary(EngineError, f"{server.url} did not take version {version}"):
                 async with self._held(server):
                     await self._delivery.give(server, version)
                 return await self._probe.read(server) if self._probe is not None else None
         except TimeoutError as error:
             raise EngineUnavailable(f"{server.url} did not take version {version} within {timeout:g} s") from error
-        except* EngineError as group:
-            raise _first(group) from group
 
     @asynccontextmanager
     async def _held(self, server: Server) -> AsyncIterator[None]:
@@ -180,9 +178,3 @@ class ServerWeights:
         yield
         if self._delivery.pauses:
             await server.control.resume()
-
-
-def _first(group: BaseExceptionGroup[EngineError]) -> EngineError:
-    for error in group.exceptions:
-        return _first(error) if isinstance(error, BaseExceptionGroup) else error
-    raise group
