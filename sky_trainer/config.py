@@ -19,6 +19,7 @@ import yaml
 from sky_trainer.advantages import AdvantageConfig
 from sky_trainer.filters import FilterConfig
 from sky_trainer.sections.lora import LoraConfig, check_lora
+from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, read_yaml, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
@@ -138,6 +139,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
