@@ -16,12 +16,18 @@ from typing import Any, Literal
 
 import yaml
 
+from sky_trainer.advantages import AdvantageConfig
+from sky_trainer.filters import FilterConfig
+from sky_trainer.sections.engine import EngineConfig, check_engine
+from sky_trainer.sections.lora import LoraConfig, check_lora
+from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, read_yaml, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
 from skyenv.formats import NativeFormat
 from skyenv.history import condenser
 from skyenv.renderer import HistoryPolicy
+from skyenv.samples import Mode
 from skyenv.types import StopReason
 from skyenv.vector.stopping import StopAction, check_stop_policy
 
@@ -74,7 +80,8 @@ class RolloutConfig:
     names the tools. `history`, `template_options` are those of `skyenv.renderer.Renderer`; the condenser, its
     thresholds, reminders and the cut of observations those of `skyenv.rollout.TurnRules`, 0 for none; `stuck` is a
     preset of `skyenv.stuck`. `stop_policy` maps a stop reason to keep, mask, zero, penalty or a number that is taken
-    off the reward. `segments` last: of a rollout whose history was rewritten only the last segment trains.
+    off the reward. `rows`: what of a rollout trains, see `skyenv.samples.RowRules`; a rollout of several rows is still
+    one sample of its group.
     """
 
     format: str = "hermes"
@@ -99,7 +106,7 @@ class RolloutConfig:
     concurrency: int = 32
     init_concurrency: int = 8
     eval_concurrency: int = 8
-    segments: Literal["refuse", "last"] = "refuse"
+    rows: Mode = "trajectory"
     stop_policy: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -130,8 +137,13 @@ class Config:
     tasks: TasksConfig = field(default_factory=TasksConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -157,6 +169,7 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     """
     config = build(Config, data)
     _check_rollout(config.rollout)
+    check_engine(config.engine)
     if training:
         _check_training(config)
     return config
@@ -171,9 +184,9 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML, without the sandbox token."""
+    """Write the resolved config as YAML, without tokens."""
     data = to_mapping(config)
-    data["sandbox"]["token"] = None
+    data["sandbox"]["token"] = data["engine"]["token"] = None
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
 
 
@@ -241,6 +254,13 @@ def _check_training(config: Config) -> None:
             f"rollout.format is {rollout.format}, whose calls a server reports beside the text; training needs one"
             " written as text, such as hermes"
         )
+    check_lora(config.lora)
+    check_least({"filter.rounds": (config.filter.rounds, 0)})
+    if rollout.rows in ("segment", "turn") and config.grpo.get("use_adaptive_entropy"):
+        raise ConfigError(
+            "grpo.use_adaptive_entropy measures micro-batches of equal rows; with rollout.rows segment or turn set"
+            " grpo.entropy_coef instead"
+        )
     _check_segments(rollout)
 
 
@@ -248,10 +268,10 @@ def _check_segments(rollout: RolloutConfig) -> None:
     """Several segments a rollout are refused before the first one is made."""
     splitting = [("rollout.history", rollout.history, "keep"), ("rollout.condenser", rollout.condenser, "none")]
     for key, value, whole in splitting:
-        if value != whole and rollout.segments == "refuse":
+        if value != whole and rollout.rows == "trajectory":
             raise ConfigError(
-                f"{key} is {value}, which makes several segments of a rollout, but TRL trains one row a rollout; set"
-                f" rollout.segments to last, which trains on the last segment alone, or {key} to {whole}"
+                f"{key} is {value}, which makes several segments of a rollout; set rollout.rows to segment, which"
+                f" trains on all of them, or to last, or {key} to {whole}"
             )
 
 
