@@ -19,7 +19,9 @@ import yaml
 from sky_trainer.advantages import AdvantageConfig
 from sky_trainer.filters import FilterConfig
 from sky_trainer.sections.engine import EngineConfig, check_engine
+from sky_trainer.sections.launch import LaunchConfig, check_launch
 from sky_trainer.sections.lora import LoraConfig, check_lora
+from sky_trainer.sections.ray import RayConfig, check_ray
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, read_yaml, with_overrides
 from skyenv import formats
@@ -138,6 +140,8 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -169,7 +173,9 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     """
     config = build(Config, data)
     _check_rollout(config.rollout)
-    check_engine(config.engine)
+    check_engine(config.engine, launched=config.launch.servers > 0)
+    check_launch(config.launch, config.engine)
+    check_ray(config.ray, remote_engine=config.engine.remote)
     if training:
         _check_training(config)
     return config

@@ -18,6 +18,7 @@ from skyenv.types import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from skyenv.vector.pipeline import RolloutPipeline
+    from skyenv.vector.sharded import ShardedPipeline
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class Rollouts:
     def __init__(
         self,
         portal: BlockingPortal,
-        pipeline: RolloutPipeline,
+        pipeline: RolloutPipeline | ShardedPipeline,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self._portal = portal

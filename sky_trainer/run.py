@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from anyio.from_thread import start_blocking_portal
 
@@ -27,11 +28,18 @@ from sky_trainer.record import RunRecord, last_checkpoint, quarters, read_metric
 from sky_trainer.rollouts import Rollouts, opened
 from sky_trainer.sections.lora import with_adapters
 from sky_trainer.settings import read_yaml
-from sky_trainer.starting import Sandboxes, starting_policy
+from sky_trainer.sharding import AnnouncedWeights
+from sky_trainer.starting import Sandboxes, policy_source, starting_policy
+from sky_trainer.supervise import launched
 from skyenv.envs.swe.records import require_records
 from skyenv.errors import ConfigError
 from skyenv.types import Trajectory
+from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import OnEvent, PipelineEvent
+from skyenv.vector.sharded import ShardedPipeline
+
+if TYPE_CHECKING:
+    from sky_trainer.cluster import Cluster
 
 CONFIG, FINAL = "config.yaml", "final"
 
@@ -47,8 +55,11 @@ class Outcome:
     seconds: float
 
 
-def train(config: Config, display: Display) -> Outcome:
-    """Run or resume a training run. Raises ConfigError for what the user can change, SkyEnvError otherwise."""
+def train(config: Config, display: Display, cluster: Cluster | None = None) -> Outcome:
+    """Run or resume a training run, with servers and workers on `cluster` if there is one.
+
+    Raises ConfigError for what the user can change, SkyEnvError otherwise.
+    """
     from sky_trainer import grpo
 
     started = time.monotonic()
@@ -70,7 +81,10 @@ def train(config: Config, display: Display) -> Outcome:
         model, tokenizer = starting_policy(config, tasks, Sandboxes(portal, provider), display)
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
-        engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
+        launching = cluster.launched if cluster is not None else launched
+        launch = stack.enter_context(launching(config, policy_source(config), display.stage))
+        engine, direct = stack.enter_context(opened_engine(launch.config, portal, model, renderer))
+        weights = launch.patient(direct)
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
 
@@ -80,7 +94,13 @@ def train(config: Config, display: Display) -> Outcome:
             record.trajectory(trajectory)
             display.trajectory(trajectory)
 
-        pipeline = make_pipeline(engine, renderer, provider, tasks, config.env, config.rollout, on_event=show(display))
+        pipeline: RolloutPipeline | ShardedPipeline = make_pipeline(
+            engine, renderer, provider, tasks, config.env, config.rollout, on_event=show(display)
+        )
+        if cluster is not None and config.ray.workers:
+            workers = cluster.pipeline(launch.config, policy_source(config), show(display))
+            pipeline = stack.enter_context(opened(portal, workers))
+            weights = AnnouncedWeights(weights, portal, workers)
         rollouts = Rollouts(portal, pipeline, on_trajectory)
         trainer = grpo.SkyGRPOTrainer(
             model,
@@ -135,7 +155,11 @@ def prepare_directory(config: Config) -> None:
         raise ConfigError(f"out: {config.run_dir} holds a run already; choose another or leave resume at true")
     before = configuration.from_mapping(read_yaml(path))
     may_change = ("steps", "save_every", "resume")
-    changed = [key for key in different_keys(before, config) if key not in may_change and not key.startswith("engine.")]
+    changed = [
+        key
+        for key in different_keys(before, config)
+        if key not in may_change and not key.startswith(("engine.", "launch.", "ray."))
+    ]
     if changed:
         raise ConfigError(
             f"out: {config.run_dir} holds a run with another {', '.join(changed)}; choose another directory"

@@ -61,9 +61,14 @@ def starting_policy(config: Config, tasks: list[SweTask], sandboxes: Sandboxes, 
         (warm / DONE).touch()
     elif config.model.path == "tiny" and not config.warm_start.steps:
         raise ConfigError("model.path: a tiny model knows nothing and needs warm_start.steps above 0")
-    source = str(warm) if config.warm_start.steps else config.model.path
+    source = policy_source(config)
     display.stage(f"loading {source}")
     return load_model(source, config.model.dtype), load_tokenizer(source)
+
+
+def policy_source(config: Config) -> str:
+    """Directory or hub name of the policy that GRPO starts from, once `starting_policy` has returned."""
+    return str(config.run_dir / WARM) if config.warm_start.steps else config.model.path
 
 
 def tiny_policy(config: Config, texts: list[str], display: Display) -> tuple[Any, Any]:

@@ -50,7 +50,14 @@ class Cancel:
     number: int
 
 
-Order = Portion | Cancel
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """An order to a shard: the engine samples from this policy version."""
+
+    version: int
+
+
+Order = Portion | Cancel | Announce
 
 
 @dataclass(eq=False, slots=True)
