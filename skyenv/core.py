@@ -135,6 +135,14 @@ class Sandbox(FileOps, Shell, Protocol):
         """
         ...
 
+    async def tunnel(self, target: str, *, port: int = 0) -> int:
+        """Let a port of the sandbox's loopback lead to `target`, HOST:PORT as the node sees it; returns the port.
+
+        Port 0 picks a free one. It needs no network in the sandbox and opens none: connections to that port reach that
+        address, until the sandbox ends or is rolled back. ConfigError when the node does not allow the target.
+        """
+        ...
+
     def fork(self, *, shell: bool = True, drop: bool = False) -> AbstractAsyncContextManager[Sandbox]:
         """Start a twin from a `snapshot` of this sandbox that lasts until the twin has started."""
         ...
