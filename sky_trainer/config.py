@@ -16,12 +16,15 @@ from typing import Any, Literal
 
 import yaml
 
+from sky_trainer.advantages import AdvantageConfig
+from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, read_yaml, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
 from skyenv.formats import NativeFormat
 from skyenv.history import condenser
 from skyenv.renderer import HistoryPolicy
+from skyenv.samples import Mode
 from skyenv.types import StopReason
 from skyenv.vector.stopping import StopAction, check_stop_policy
 
@@ -74,7 +77,8 @@ class RolloutConfig:
     names the tools. `history`, `template_options` are those of `skyenv.renderer.Renderer`; the condenser, its
     thresholds, reminders and the cut of observations those of `skyenv.rollout.TurnRules`, 0 for none; `stuck` is a
     preset of `skyenv.stuck`. `stop_policy` maps a stop reason to keep, mask, zero, penalty or a number that is taken
-    off the reward. `segments` last: of a rollout whose history was rewritten only the last segment trains.
+    off the reward. `rows`: what of a rollout trains, see `skyenv.samples.RowRules`; a rollout of several rows is still
+    one sample of its group.
     """
 
     format: str = "hermes"
@@ -99,7 +103,7 @@ class RolloutConfig:
     concurrency: int = 32
     init_concurrency: int = 8
     eval_concurrency: int = 8
-    segments: Literal["refuse", "last"] = "refuse"
+    rows: Mode = "trajectory"
     stop_policy: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -132,6 +136,8 @@ class Config:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -248,10 +254,10 @@ def _check_segments(rollout: RolloutConfig) -> None:
     """Several segments a rollout are refused before the first one is made."""
     splitting = [("rollout.history", rollout.history, "keep"), ("rollout.condenser", rollout.condenser, "none")]
     for key, value, whole in splitting:
-        if value != whole and rollout.segments == "refuse":
+        if value != whole and rollout.rows == "trajectory":
             raise ConfigError(
-                f"{key} is {value}, which makes several segments of a rollout, but TRL trains one row a rollout; set"
-                f" rollout.segments to last, which trains on the last segment alone, or {key} to {whole}"
+                f"{key} is {value}, which makes several segments of a rollout; set rollout.rows to segment, which"
+                f" trains on all of them, or to last, or {key} to {whole}"
             )
 
 

@@ -87,7 +87,8 @@ def train(config: Config, display: Display) -> Outcome:
             collect=Rollouts(portal, pipeline, on_trajectory).collect,
             weights=SharedWeights(engine),
             processing_class=tokenizer,
-            segments=config.rollout.segments,
+            rows=config.rollout.rows,
+            advantage=config.advantage,
             on_numbers=record.metrics,
         )
         display.stage(f"GRPO: {config.steps - first_step} steps of {config.rows_per_step} rollouts")
