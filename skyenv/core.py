@@ -17,9 +17,11 @@ from skyenv.types import (
     Completion,
     ExecResult,
     FileInfo,
+    Limits,
     Message,
     SamplingParams,
     Step,
+    StopReason,
     ToolCall,
     ToolSpec,
     Trajectory,
@@ -243,6 +245,21 @@ class Env(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+@runtime_checkable
+class SelfPlayed(Protocol):
+    """An environment that plays its episodes itself, by an agent program of its own that asks the engine."""
+
+    async def aplay(
+        self, engine: Engine, renderer: Any, trajectory: Trajectory, limits: Limits, sampling: SamplingParams
+    ) -> StopReason:
+        """Play one episode after `areset`; fills segments and turns of `trajectory` and returns why it ended.
+
+        `renderer` is a `skyenv.renderer.Renderer`. What was said before an exception or a cancellation stays in the
+        trajectory. Raises EngineError, SandboxError, and EnvError for an agent that does not start.
+        """
+        ...
 
 
 MakeEnv = Callable[[], Env]

@@ -40,6 +40,7 @@ LAYERS: dict[str, set[str]] = {
     "skyenv.rollout": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.stuck", "skyenv.context", "skyenv.history"},
     "skyenv.vector": CORE
     | {"skyenv.vector", "skyenv.rollout", "skyenv.renderer", "skyenv.rewards", "skyenv.portal", "skyenv.stuck"},
+    "skyenv.envs.agent": CORE | {"skyenv.envs", "skyenv.recorder", "skyenv.renderer"},
     "skyenv.recorder": CORE | {"skyenv.recorder", "skyenv.renderer", "skyenv.formats", "skyenv.remote.listen"},
     "skyenv": {"skyenv"},
     "sky_trainer": {"skyenv", "sky_trainer"},
