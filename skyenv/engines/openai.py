@@ -62,7 +62,7 @@ class OpenAIEngine:
             raise ConfigError(f"engine.url: {url!r} must start with http:// or https://")
         if flavour not in ("auto", *DIALECTS):
             raise ConfigError(f"engine.flavour: {flavour!r} is not auto, {', '.join(DIALECTS)}")
-        self.policy_version = 0
+        self.policy_version, self.adapter = 0, ""
         self.model, self.flavour = model, flavour
         self._url = url.rstrip("/").removesuffix("/v1")
         self._timeout, self._retry_for, self._transport = timeout, retry_for, transport
