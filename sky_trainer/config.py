@@ -17,6 +17,9 @@ from typing import Any, Literal
 import yaml
 
 from sky_trainer.advantages import AdvantageConfig
+from sky_trainer.filters import FilterConfig
+from sky_trainer.sections.engine import EngineConfig, check_engine
+from sky_trainer.sections.lora import LoraConfig, check_lora
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, read_yaml, with_overrides
 from skyenv import formats
@@ -134,10 +137,13 @@ class Config:
     tasks: TasksConfig = field(default_factory=TasksConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -163,6 +169,7 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     """
     config = build(Config, data)
     _check_rollout(config.rollout)
+    check_engine(config.engine)
     if training:
         _check_training(config)
     return config
@@ -177,9 +184,9 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML, without the sandbox token."""
+    """Write the resolved config as YAML, without tokens."""
     data = to_mapping(config)
-    data["sandbox"]["token"] = None
+    data["sandbox"]["token"] = data["engine"]["token"] = None
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
 
 
@@ -246,6 +253,13 @@ def _check_training(config: Config) -> None:
         raise ConfigError(
             f"rollout.format is {rollout.format}, whose calls a server reports beside the text; training needs one"
             " written as text, such as hermes"
+        )
+    check_lora(config.lora)
+    check_least({"filter.rounds": (config.filter.rounds, 0)})
+    if rollout.rows in ("segment", "turn") and config.grpo.get("use_adaptive_entropy"):
+        raise ConfigError(
+            "grpo.use_adaptive_entropy measures micro-batches of equal rows; with rollout.rows segment or turn set"
+            " grpo.entropy_coef instead"
         )
     _check_segments(rollout)
 

@@ -21,12 +21,13 @@ from sky_trainer import config as configuration
 from sky_trainer.assembly import choose_tasks, make_pipeline, make_renderer
 from sky_trainer.config import Config
 from sky_trainer.display import Display
-from sky_trainer.engines import HFEngine
+from sky_trainer.filters import Resampling
+from sky_trainer.opening import opened_engine
 from sky_trainer.record import RunRecord, last_checkpoint, quarters, read_metrics
 from sky_trainer.rollouts import Rollouts, opened
+from sky_trainer.sections.lora import with_adapters
 from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
-from sky_trainer.weights import SharedWeights
 from skyenv.envs.swe.records import require_records
 from skyenv.errors import ConfigError
 from skyenv.types import Trajectory
@@ -67,9 +68,9 @@ def train(config: Config, display: Display) -> Outcome:
         portal = stack.enter_context(start_blocking_portal())
         provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
         model, tokenizer = starting_policy(config, tasks, Sandboxes(portal, provider), display)
+        model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
-        engine = HFEngine(model, renderer.decode, renderer.stop_token_ids, seed=config.seed)
-        stack.enter_context(opened(portal, engine))
+        engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
 
@@ -80,15 +81,17 @@ def train(config: Config, display: Display) -> Outcome:
             display.trajectory(trajectory)
 
         pipeline = make_pipeline(engine, renderer, provider, tasks, config.env, config.rollout, on_event=show(display))
+        rollouts = Rollouts(portal, pipeline, on_trajectory)
         trainer = grpo.SkyGRPOTrainer(
             model,
             args=args,
             tasks=tasks,
-            collect=Rollouts(portal, pipeline, on_trajectory).collect,
-            weights=SharedWeights(engine),
+            collect=Resampling(rollouts.collect, rollouts.collect, tasks, config.filter, config.seed),
+            weights=weights,
             processing_class=tokenizer,
             rows=config.rollout.rows,
             advantage=config.advantage,
+            filters=config.filter,
             on_numbers=record.metrics,
         )
         display.stage(f"GRPO: {config.steps - first_step} steps of {config.rows_per_step} rollouts")
@@ -131,7 +134,8 @@ def prepare_directory(config: Config) -> None:
     if not config.resume and read_metrics(config.run_dir):
         raise ConfigError(f"out: {config.run_dir} holds a run already; choose another or leave resume at true")
     before = configuration.from_mapping(read_yaml(path))
-    changed = [key for key in different_keys(before, config) if key not in ("steps", "save_every", "resume")]
+    may_change = ("steps", "save_every", "resume")
+    changed = [key for key in different_keys(before, config) if key not in may_change and not key.startswith("engine.")]
     if changed:
         raise ConfigError(
             f"out: {config.run_dir} holds a run with another {', '.join(changed)}; choose another directory"
