@@ -10,7 +10,6 @@ test: `_generate_and_score_completions`, `use_vllm`, `vllm_generation`, `_last_l
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import time
@@ -29,7 +28,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from sky_trainer.batch import Row, RowRules, SegmentRule, columns, rows_from, summary
 from sky_trainer.config import Config
-from sky_trainer.settings import as_float, unknown_key
+from sky_trainer.settings import foreign_options
 from sky_trainer.weights import WeightSync
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.types import TrajectoryGroup
@@ -70,7 +69,7 @@ def grpo_config(config: Config) -> GRPOConfig:
         "max_completion_length": config.rollout.max_context,
         "vllm_importance_sampling_mode": "token_truncate",
         "save_total_limit": 2,
-        **checked_options(config.grpo),
+        **foreign_options(GRPOConfig, config.grpo, "grpo", OWNED),
         "output_dir": str(config.run_dir),
         "seed": config.seed,
         "max_steps": config.steps,
@@ -91,36 +90,6 @@ def grpo_config(config: Config) -> GRPOConfig:
     if made.loss_type == "cispo" and bound < 1:
         raise ConfigError(f"grpo.epsilon_high is {bound}; with loss_type cispo it bounds the ratio itself, write 5.0")
     return made
-
-
-def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The `grpo:` mapping with numbers as numbers; ConfigError for a key that is unknown or set elsewhere."""
-    fields = {item.name: item for item in dataclasses.fields(GRPOConfig) if item.init}
-    checked = {}
-    for key, value in options.items():
-        if key in OWNED:
-            raise ConfigError(f"grpo.{key} is set by {OWNED[key]}")
-        if key not in fields:
-            raise ConfigError(unknown_key(f"grpo.{key}", [f"grpo.{name}" for name in fields if name not in OWNED]))
-        checked[key] = _typed(f"grpo.{key}", fields[key].default, value)
-    return checked
-
-
-def _typed(key: str, default: Any, value: Any) -> Any:
-    """`value` checked against the type of TRL's default, where there is one."""
-    number = as_float(value)
-    if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{key} is {value!r}; write true or false")
-    elif isinstance(default, int | float):
-        if number is None:
-            raise ConfigError(f"{key} is {value!r}; write a number")
-        return int(number) if isinstance(default, int) and number.is_integer() else number
-    elif isinstance(default, str) and not isinstance(value, str):
-        raise ConfigError(f"{key} is {value!r}; write text")
-    elif isinstance(value, str) and number is not None:
-        return number
-    return value
 
 
 def task_reward(env_reward: list[float | None], **_: Any) -> list[float | None]:

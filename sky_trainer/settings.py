@@ -174,3 +174,40 @@ def as_float(value: Any) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
+
+
+def foreign_options(
+    kind: type[Any], options: Mapping[str, Any], section: str, owned: Mapping[str, str]
+) -> dict[str, Any]:
+    """Options that pass through to another library's dataclass `kind`, with numbers as numbers.
+
+    `owned` names what is set elsewhere and by which key of ours. ConfigError for a key that is unknown, owned or of
+    another type than the library's default.
+    """
+    fields = {item.name: item for item in dataclasses.fields(kind) if item.init}
+    checked = {}
+    for key, value in options.items():
+        if key in owned:
+            raise ConfigError(f"{section}.{key} is set by {owned[key]}")
+        if key not in fields:
+            known = [f"{section}.{name}" for name in fields if name not in owned]
+            raise ConfigError(unknown_key(f"{section}.{key}", known))
+        checked[key] = _like(f"{section}.{key}", fields[key].default, value)
+    return checked
+
+
+def _like(key: str, default: Any, value: Any) -> Any:
+    """`value` checked against the type of a default, where there is one."""
+    number = as_float(value)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}; write true or false")
+    elif isinstance(default, int | float):
+        if number is None:
+            raise ConfigError(f"{key} is {value!r}; write a number")
+        return int(number) if isinstance(default, int) and number.is_integer() else number
+    elif isinstance(default, str) and not isinstance(value, str):
+        raise ConfigError(f"{key} is {value!r}; write text")
+    elif isinstance(value, str) and number is not None:
+        return number
+    return value
