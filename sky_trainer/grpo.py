@@ -15,17 +15,20 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, PrinterCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainerState
+from transformers.trainer import TRAINING_ARGS_NAME
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from sky_trainer import files
 from sky_trainer.batch import Row, RowRules, SegmentRule, columns, rows_from, summary
 from sky_trainer.config import Config
 from sky_trainer.settings import foreign_options
@@ -36,8 +39,27 @@ from skyenv.types import TrajectoryGroup
 Collect = Callable[[Sequence[Any], int], list[TrajectoryGroup]]
 """Tasks and group size in, whole groups in the tasks' order out; blocks."""
 
-OnNumbers = Callable[[int, Mapping[str, Any]], None]
-"""Called with an optimizer step and everything that was logged for it."""
+OnNumbers = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
+"""Called on rank 0 with an optimizer step and all its numbers; what it returns is logged beside them."""
+
+
+class Evaluation(Protocol):
+    """Looks at the policy after some of the steps; step 0 is before the first. `best` is where the best one is kept."""
+
+    @property
+    def best(self) -> Path:
+        """The directory of the best policy's export."""
+        ...
+
+    def due(self, step: int) -> bool:
+        """Whether the policy after this step is to be evaluated; the same on every rank."""
+        ...
+
+    def run(self, step: int) -> bool:
+        """Evaluate what the engine samples from; called on rank 0. Returns whether it is the best so far."""
+        ...
+
+
 
 OWNED = {
     "output_dir": "out",
@@ -53,7 +75,13 @@ OWNED = {
     "mask_truncated_completions": "rollout.stop_policy",
     "remove_unused_columns": "nothing: rows need every column",
     "logging_steps": "nothing: every step is recorded",
+    "shuffle_dataset": "tasks.shuffle",
 }
+
+
+def steps_per_batch(args: GRPOConfig) -> int:
+    """Optimizer steps that one batch of rollouts serves."""
+    return (args.steps_per_generation or 1) * args.num_iterations // args.gradient_accumulation_steps
 
 
 def grpo_config(config: Config) -> GRPOConfig:
@@ -81,6 +109,7 @@ def grpo_config(config: Config) -> GRPOConfig:
         "mask_truncated_completions": False,
         "remove_unused_columns": False,
         "logging_steps": 1,
+        "shuffle_dataset": False,
     }
     try:
         made = GRPOConfig(**values)
@@ -92,9 +121,25 @@ def grpo_config(config: Config) -> GRPOConfig:
     return made
 
 
-def task_reward(env_reward: list[float | None], **_: Any) -> list[float | None]:
-    """The environments' own rewards; None leaves a row out of its group."""
+def task_reward(env_reward: list[float | None], **columns: Any) -> list[float | None]:
+    """The environments' own rewards; None leaves a row out of its group. Says in TRL's table what each row is."""
+    for name in ("task_id", "status"):
+        columns["log_extra"](name, columns[name])
     return env_reward
+
+
+class _AfterStep(TrainerCallback):
+    """Evaluates between a step and its log, and before the first step."""
+
+    def __init__(self, trainer: SkyGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            self._trainer.evaluate_policy(0)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        self._trainer.evaluate_policy(state.global_step)
 
 
 class _Sync:
@@ -127,7 +172,9 @@ class SkyGRPOTrainer(GRPOTrainer):
         weights: WeightSync,
         processing_class: PreTrainedTokenizerBase,
         segments: SegmentRule = "refuse",
+        order: Sequence[int] | None = None,
         on_numbers: OnNumbers | None = None,
+        evaluation: Evaluation | None = None,
         **options: Any,
     ) -> None:
         if not tasks:
@@ -139,18 +186,21 @@ class SkyGRPOTrainer(GRPOTrainer):
         self._tasks = list(tasks)
         self._collect = collect
         self._on_numbers = on_numbers
+        self._evaluation = evaluation
+        self._weights = weights
         self._pending: list[int] = []
         self._rollout_numbers: dict[str, list[float]] = defaultdict(list)
         super().__init__(
             model=model,
             reward_funcs=task_reward,
             args=args,
-            train_dataset=task_dataset(tasks, args),
+            train_dataset=task_dataset(tasks, args, order),
             processing_class=processing_class,
             rollout_func=self._rollout,
             **options,
         )
         self.remove_callback(PrinterCallback)
+        self.add_callback(_AfterStep(self))
         self._rules = RowRules(self._tokenizer.eos_token_id, model.config.vocab_size, segments)
         self.use_vllm = True
         self.vllm_generation: Any = _Sync(self, weights)
@@ -206,15 +256,37 @@ class SkyGRPOTrainer(GRPOTrainer):
         prefix = "" if self._training else "eval_"
         logs.update({f"{prefix}{name}": fmean(values) for name, values in self._rollout_numbers.items()})
         self._rollout_numbers.clear()
+        if self._on_numbers is not None and self._training and "loss" in logs and self.accelerator.is_main_process:
+            measured = {name: [v for v in values if not math.isnan(v)] for name, values in self._metrics["train"].items()}
+            known = {name: fmean(values) for name, values in measured.items() if values}
+            logs.update(self._on_numbers(self.state.global_step, {**logs, **known}))
         super().log(logs, start_time)
-        if self._on_numbers is not None and self._training and "reward" in logs:
-            self._on_numbers(self.state.global_step, logs)
+
+    def evaluate_policy(self, step: int) -> None:
+        """Evaluate the policy after this step where that is due, and keep it if it is the best."""
+        if self._evaluation is None or not self._evaluation.due(step):
+            return
+        self._weights.push(step)
+        best = self.accelerator.is_main_process and self._evaluation.run(step)
+        if self.accelerator.num_processes > 1:
+            (best,) = broadcast_object_list([best])
+        if best:
+            self.export(self._evaluation.best)
+
+    def export(self, path: Path) -> None:
+        """Write the policy and its tokenizer as transformers load them; called on every rank."""
+        partial = files.partial_of(path)
+        self.save_model(str(partial))
+        if self.accelerator.is_main_process:
+            (partial / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            files.publish(partial, path)
+        self.accelerator.wait_for_everyone()
 
 
-def task_dataset(tasks: Sequence[Any], args: GRPOConfig) -> Dataset:
-    """One row a task, repeated so that whole generation batches take every task equally often."""
+def task_dataset(tasks: Sequence[Any], args: GRPOConfig, order: Sequence[int] | None = None) -> Dataset:
+    """One row a group, in this order; else one a task, repeated so that whole batches take every task equally often."""
     assert args.generation_batch_size is not None
     assert args.num_generations is not None
     groups = args.generation_batch_size // args.num_generations
-    order = list(range(len(tasks))) * (groups // math.gcd(groups, len(tasks)))
+    order = order or list(range(len(tasks))) * (groups // math.gcd(groups, len(tasks)))
     return Dataset.from_list([{"prompt": tasks[i].task_id, "task_index": i} for i in order])

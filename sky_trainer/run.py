@@ -55,44 +55,68 @@ def train(config: Config, display: Display) -> Outcome:
     args = grpo.grpo_config(config)
     if args.world_size > 1:
         raise ConfigError("training runs in one process; start it without torchrun or accelerate launch")
-    tasks = choose_tasks(config.tasks)
-    require_records(tasks, config.tasks.source)
+    serves = grpo.steps_per_batch(args)
+    if config.save_every % serves:
+        raise ConfigError(f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple")
+    plan = make_plan(config, config.rollout.groups_per_step * serves // args.num_iterations, serves)
+    evaluated = choose_tasks(config.evaluation.tasks) if config.evaluation.every else []
+    require_records(evaluated, config.evaluation.tasks.source)
     prepare_directory(config)
     checkpoint = last_checkpoint(config.run_dir) if config.resume else None
     first_step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-    if first_step >= config.steps:
+    check_consumed(config.run_dir, plan, first_step, serves)
+    if checkpoint is not None and first_step >= config.steps:
+        finish(config.run_dir, checkpoint)
         return outcome(config, started)
     with ExitStack() as stack:
         stack.enter_context(display)
         portal = stack.enter_context(start_blocking_portal())
         provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
-        model, tokenizer = starting_policy(config, tasks, Sandboxes(portal, provider), display)
+        model, tokenizer = starting_policy(config, plan.tasks, Sandboxes(portal, provider), display)
         renderer = make_renderer(tokenizer, config.rollout)
-        engine = HFEngine(model, renderer.decode, renderer.stop_token_ids, seed=config.seed)
-        stack.enter_context(opened(portal, engine))
+        engine, weights = sampler(config, model, renderer, portal, stack)
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
+        making = Making(config, engine, renderer, provider, Stages(stage_widths(config.rollout)), show(display))
 
-        def on_trajectory(trajectory: Trajectory) -> None:
+        def on_trajectory(batch: int, trajectory: Trajectory) -> None:
             if trajectory.exact and trajectory.failure is None:
                 trajectory.counters["drift"] = renderer.drift(trajectory)
-            record.trajectory(trajectory)
+            record.trajectory(trajectory, batch * serves + 1)
             display.trajectory(trajectory)
 
-        pipeline = make_pipeline(engine, renderer, provider, tasks, config.env, config.rollout, on_event=show(display))
+        stored = {(step - 1) // serves: t for step, t in stored_trajectories(config.run_dir, first_step).items()}
+        ahead = Ahead(
+            plan,
+            [making.pipeline(stage.tasks, stage.rollout) for stage in plan.stages],
+            config.rollout.group_size,
+            staleness=config.staleness,
+            stored=stored,
+            on_trajectory=on_trajectory,
+        )
+        stack.enter_context(opened(portal, ahead.opened()))
+        rollouts = PlannedRollouts(portal, ahead, lambda: weights.version, first_step // serves)
+        evaluation = None
+        if config.evaluation.every:
+            evaluation = InLoop(
+                config.evaluation, evaluated, making.evaluation(evaluated), portal, record
+            )
+        watch = Watch(record, display, rollouts, evaluation)
         trainer = grpo.SkyGRPOTrainer(
             model,
             args=args,
-            tasks=tasks,
-            collect=Rollouts(portal, pipeline, on_trajectory).collect,
-            weights=SharedWeights(engine),
+            tasks=plan.tasks,
+            order=plan.order(),
+            collect=watch.collect,
+            weights=weights,
             processing_class=tokenizer,
             segments=config.rollout.segments,
-            on_numbers=record.metrics,
+            on_numbers=watch.numbers,
+            evaluation=evaluation,
         )
         display.stage(f"GRPO: {config.steps - first_step} steps of {config.rows_per_step} rollouts")
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.save_model(str(config.run_dir / FINAL))
+        trainer.export(config.run_dir / FINAL)
     return outcome(config, started)
 
 

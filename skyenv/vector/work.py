@@ -55,6 +55,7 @@ class Request:
     group_size: int
     enough: int | None = None
     priority: int = 0
+    first_group: int = 0
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class Work:
 
     def _items(self) -> Iterator[tuple[Item, Task | str]]:
         """Sibling after sibling, task after task."""
-        for group_id, task in enumerate(self._request.tasks):
+        for group_id, task in enumerate(self._request.tasks, self._request.first_group):
             task_id = task if isinstance(task, str) else task.task_id
             for sample_index in range(self._request.group_size):
                 yield Item(task_id, group_id, sample_index), task
