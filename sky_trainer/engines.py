@@ -2,16 +2,19 @@
 
 Requests that wait at the same moment share one left-padded batch. Logprobs are those of the distribution that was
 sampled from, temperature included, so they equal the trainer's forward up to rounding. A request's random stream
-depends on its seed (or on session, prompt and policy version), never on which requests share its batch. The engine
-never changes a weight; whoever does must not do it while requests run.
+depends on its seed (or on session, prompt and policy version), never on which requests share its batch. Weights change
+between two decoding steps, through `HFEngine.replace`; whoever changes them otherwise must not do it while requests
+run.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -55,6 +58,39 @@ class Request:
             self.finish = "abort"
 
 
+class Steps:
+    """Lets decoding steps through one by one, and none while weights are replaced or generation is paused."""
+
+    def __init__(self) -> None:
+        self._alone = threading.Lock()
+        self._running = threading.Event()
+        self._running.set()
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Around a decoding step; blocks while paused."""
+        while True:
+            self._running.wait()
+            with self._alone:
+                if self._running.is_set():
+                    yield
+                    return
+
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """Around what must not meet a decoding step."""
+        with self._alone:
+            yield
+
+    def pause(self) -> None:
+        """No further step begins. The one that runs may end after this returns."""
+        self._running.clear()
+
+    def resume(self) -> None:
+        """Let steps through again."""
+        self._running.set()
+
+
 class HFEngine:
     """`skyenv.core.Engine` on a causal LM module. Use as `async with`; leaving it fails what still waits.
 
@@ -84,6 +120,7 @@ class HFEngine:
         self._running: list[Request] = []
         self._wake = anyio.Event()
         self._served = 0
+        self._steps = Steps()
         self._tasks: TaskGroup | None = None
 
     async def __aenter__(self) -> Self:
@@ -102,6 +139,7 @@ class HFEngine:
             request.cancelled = True
             request.error = EngineError("the engine was closed")
             request.done.set()
+        self._steps.resume()
         tasks.cancel_scope.cancel()
         await tasks.__aexit__(None, None, None)  # the caller's exception is not this group's
 
@@ -134,6 +172,37 @@ class HFEngine:
             policy_version=version,
             seconds=time.perf_counter() - started,
         )
+
+    async def replace(self, load: Callable[[Any], None], version: int) -> None:
+        """Change the module's weights by `load(module)`, between two decoding steps and in another thread.
+
+        Requests under way go on: their later ids come from the new weights over what the old ones left in the cache.
+        ValueError when the version goes back.
+        """
+        if version < self.policy_version:
+            raise ValueError(f"policy version {version} after {self.policy_version}")
+        await anyio.to_thread.run_sync(self._replace, load)
+        self.policy_version = version
+
+    def _replace(self, load: Callable[[Any], None]) -> None:
+        with self._steps.between():
+            load(self._model)
+
+    def pause(self) -> None:
+        """Begin no further decoding step until `resume`; requests wait where they are."""
+        self._steps.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._steps.resume()
+
+    def abort(self) -> None:
+        """End every request at its next id with finish reason `abort`; those that wait get none."""
+        for request in self._running + self._waiting:
+            request.cancelled = True
+        for request in self._waiting:
+            request.done.set()
+        self._waiting = []
 
     def _checked(self, prompt_ids: Sequence[int]) -> list[int]:
         vocab = self._model.config.vocab_size
@@ -169,7 +238,7 @@ class HFEngine:
         self._running = batch
         try:
             with boundary(EngineError, "generation failed"):
-                await anyio.to_thread.run_sync(decode_batch, self._model, batch, self._eos)
+                await anyio.to_thread.run_sync(decode_batch, self._model, batch, self._eos, self._steps)
         except EngineError as error:
             for request in batch:
                 request.error = error
@@ -178,7 +247,7 @@ class HFEngine:
                 request.done.set()
 
 
-def decode_batch(model: Any, batch: Sequence[Request], eos: frozenset[int]) -> None:
+def decode_batch(model: Any, batch: Sequence[Request], eos: frozenset[int], steps: Steps) -> None:
     """Sample all requests of a batch to their ends. Blocks; the module is in eval mode meanwhile."""
     import torch
 
@@ -186,12 +255,12 @@ def decode_batch(model: Any, batch: Sequence[Request], eos: frozenset[int]) -> N
     model.eval()
     try:
         with torch.no_grad():
-            _decode_rows(model, batch, eos)
+            _decode_rows(model, batch, eos, steps)
     finally:
         model.train(was_training)
 
 
-def _decode_rows(model: Any, batch: Sequence[Request], eos: frozenset[int]) -> None:
+def _decode_rows(model: Any, batch: Sequence[Request], eos: frozenset[int], steps: Steps) -> None:
     import torch
     from transformers import DynamicCache
 
@@ -205,14 +274,15 @@ def _decode_rows(model: Any, batch: Sequence[Request], eos: frozenset[int]) -> N
     rows = list(batch)
     streams = [torch.Generator(device=device).manual_seed(request.seed) for request in rows]
     while rows:
-        output = model(
-            input_ids=inputs,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            logits_to_keep=1,
-            **cache_argument,
-        )
+        with steps.one():
+            output = model(
+                input_ids=inputs,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=True,
+                logits_to_keep=1,
+                **cache_argument,
+            )
         tokens, logprobs = sample(output.logits[:, -1].float(), [r.sampling for r in rows], streams)
         for request, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             request.take(token, logprob, eos)

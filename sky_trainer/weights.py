@@ -6,7 +6,11 @@ sampled with, so that staleness is a fact in the record and not an assumption.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from anyio.from_thread import BlockingPortal
 
 
 class WeightSync(Protocol):
@@ -47,3 +51,41 @@ class SharedWeights:
         if version < self._engine.policy_version:
             raise ValueError(f"policy version {version} after {self._engine.policy_version}")
         self._engine.policy_version = version
+
+
+class ReplaceableEngine(VersionedEngine, Protocol):
+    """An engine in this process that holds a module of its own."""
+
+    def replace(self, load: Callable[[Any], None], version: int) -> Awaitable[None]:
+        """Change the module's weights by `load(module)` between two decoding steps."""
+        ...
+
+
+class CopiedWeights:
+    """The engine holds a copy of the trainer's module: rollouts go on while the trainer steps.
+
+    A push copies every parameter and buffer in place, between two decoding steps. `model` is the trainer's module; the
+    engine's has the same names and shapes, as `copy.deepcopy` makes it.
+    """
+
+    def __init__(self, portal: BlockingPortal, engine: ReplaceableEngine, model: Any) -> None:
+        self._portal = portal
+        self._engine = engine
+        self._model = model
+
+    @property
+    def version(self) -> int:
+        """Version that the engine writes on completions."""
+        return self._engine.policy_version
+
+    def push(self, version: int) -> None:
+        """Copy the weights as they are now. ValueError when the version goes back."""
+        self._portal.call(self._engine.replace, self._copy, version)
+
+    def _copy(self, target: Any) -> None:
+        import torch
+
+        theirs, ours = target.state_dict(), self._model.state_dict()
+        with torch.no_grad():
+            for name, value in theirs.items():
+                value.copy_(ours[name])

@@ -24,8 +24,9 @@ from skyenv.renderer import Renderer
 from skyenv.rewards import reward_function
 from skyenv.rollout import RolloutOptions, TurnRules, byte_renderer
 from skyenv.types import Limits, SamplingParams, StopReason, Trajectory, TrajectoryGroup
-from skyenv.vector.lanes import Stage, Stages, StageWidths
-from skyenv.vector.progress import OnEvent, Progress, StageStats
+from skyenv.vector.lanes import Stages, StageWidths
+from skyenv.vector.metrics import Meter
+from skyenv.vector.progress import OnEvent, Progress
 from skyenv.vector.stopping import FailureThreshold, StopAction, check_stop_policy
 from skyenv.vector.work import Request, Work
 
@@ -41,9 +42,9 @@ class RolloutPipeline:
     default), `mask`, `zero`, or a number that is taken off the reward; failures are always masked. `reward` is a
     function, a name or `package.module:function`. `on_event` is called on the event loop at every change and must not
     block. Each run has stages of its own with these `widths`, unless `stages` are given: runs that share them, of this
-    or another pipeline, share slots and living environments, and those of higher `priority` go first. Whoever stays in
-    one state for `stall_after` seconds is named in the log and by an event. Raises ConfigError for values that cannot
-    work.
+    or another pipeline, share slots and living environments, and those of higher `priority` go first. Each run
+    is counted by a meter of its own unless a `meter` is given. Whoever stays in one state for `stall_after` seconds is
+    named in the log and by an event. Raises ConfigError for values that cannot work.
     """
 
     engine: Engine
@@ -60,6 +61,7 @@ class RolloutPipeline:
     close_timeout: float = 60.0
     stall_after: float = 900.0
     stages: Stages | None = None
+    meter: Meter | None = None
     on_event: OnEvent | None = None
 
     def __post_init__(self) -> None:
@@ -129,9 +131,9 @@ class TrajectoryRun:
         return self._work.board.snapshot()
 
     @property
-    def stats(self) -> dict[Stage, StageStats]:
-        """What each stage did so far: queue, waiting and service times, utilisation."""
-        return self._work.board.stats(self._work.stages)
+    def numbers(self) -> dict[str, float]:
+        """What it did so far, by the names of `skyenv.vector.metrics`; of all runs that share its meter."""
+        return self._work.meter.numbers()
 
     def __aiter__(self) -> AsyncIterator[Trajectory]:
         return self._stream

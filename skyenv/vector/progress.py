@@ -1,17 +1,25 @@
-"""What a run is doing right now: counts per stage, kept by the pipeline and handed out as immutable snapshots."""
+"""What a run is doing right now: counts per stage, kept by the pipeline and handed out as immutable snapshots.
+
+What it did so far, in numbers, is with its `skyenv.vector.metrics.Meter`, which hears of everything from here.
+"""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import anyio
 
+from skyenv.errors import SkyEnvError
 from skyenv.types import StopReason, Trajectory
-from skyenv.vector.lanes import STAGES, Stage, Stages
+from skyenv.vector.lanes import Stage, Stages
+
+if TYPE_CHECKING:
+    from skyenv.vector.metrics import Meter
 
 State = Literal["init_wait", "init", "run_wait", "run", "eval_wait", "eval", "close"]
 EventKind = Literal["stage", "retry", "stalled", "done"]
@@ -19,7 +27,6 @@ STAGE_OF: Mapping[State, Stage] = MappingProxyType(
     {"init_wait": "init", "init": "init", "run_wait": "run", "run": "run", "eval_wait": "eval", "eval": "eval"}
 )
 WAIT_OF: Mapping[Stage, State] = MappingProxyType({"init": "init_wait", "run": "run_wait", "eval": "eval_wait"})
-KEPT_TIMES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +72,6 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds of the last `KEPT_TIMES` visits of a state: how many in all, median, p95 and maximum."""
-
-    count: int = 0
-    p50: float = 0.0
-    p95: float = 0.0
-    max: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StageStats:
-    """One stage so far: who waits now, slots, and the share of slot-seconds that were used."""
-
-    waiting: int
-    busy: int
-    width: int
-    wait: Times
-    service: Times
-    utilisation: float
-
-
-@dataclass(frozen=True, slots=True)
 class PipelineEvent:
     """Something happened to one trajectory: it entered a state, stalls in it, is tried again, or came back."""
 
@@ -104,7 +89,8 @@ OnEvent = Callable[[PipelineEvent], None]
 class Item:
     """One requested (task, sample) on its way; `seconds` a state and `close_errors` add up over its attempts.
 
-    `stage` is the last one it came to, `told` whether it was named as stalled in its present state.
+    `stage` is the last one it came to, `told` whether it was named as stalled in its present state. `spans` and
+    `generations` are kept for a meter that draws timelines.
     """
 
     task_id: str
@@ -117,25 +103,55 @@ class Item:
     since: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     close_errors: int = 0
+    spans: list[tuple[State, float, float]] = field(default_factory=list)
+    generations: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Siblings:
+    """One group on its way: when it began, when its first sample came back, and what came of its samples.
+
+    `samples` leaves cancelled ones out; `judged`: some verdict says whether its task was resolved.
+    """
+
+    admitted: float
+    first_back: float = 0.0
+    back: int = 0
+    samples: int = 0
+    solved: int = 0
+    judged: bool = False
+
+    def add(self, trajectory: Trajectory, now: float) -> None:
+        """One sample came back."""
+        if not self.back:
+            self.first_back = now
+        self.back += 1
+        self.samples += trajectory.stop_reason is not StopReason.CANCELLED
+        self.solved += bool(trajectory.verdict.get("resolved"))
+        self.judged |= "resolved" in trajectory.verdict
 
 
 class Board:
-    """Where every admitted item stands. Called from one event loop only."""
+    """Where every admitted item of a run stands. Called from one event loop only."""
 
-    def __init__(self, total: int | None, on_event: OnEvent | None) -> None:
-        self._total, self._on_event = total, on_event
+    def __init__(self, total: int | None, on_event: OnEvent | None, meter: Meter, group_size: int) -> None:
+        self._total, self._on_event, self._meter, self._group_size = total, on_event, meter, group_size
         self._started: float | None = None
         self._items: dict[Item, None] = {}  # insertion order: the first is the oldest
+        self._groups: dict[int, Siblings] = {}
         self._states: Counter[State] = Counter()
         self._admitted = self._done = self._failed = self._retried = 0
         self._reward_sum, self._reward_count = 0.0, 0
-        self._visits: dict[State, deque[float]] = {}
-        self._counts: Counter[State] = Counter()
-        self._spent: dict[State, float] = defaultdict(float)
 
-    def start(self) -> None:
-        """The clock of the run starts; before, `seconds` is 0."""
+    @contextmanager
+    def running(self, stages: Stages) -> Iterator[None]:
+        """The run is under way; before, `seconds` is 0."""
         self._started = anyio.current_time()
+        self._meter.run_began(stages)
+        try:
+            yield
+        finally:
+            self._meter.run_ended(stages)
 
     def admit(self, item: Item) -> None:
         """The item holds a live slot from now on."""
@@ -143,34 +159,37 @@ class Board:
         self._admitted += 1
         self._items[item] = None
         self._states[item.state] += 1
+        self._groups.setdefault(item.group_id, Siblings(item.admitted))
+        self._meter.moved(None, item.state, 0.0)
 
     def enter(self, item: Item, state: State) -> None:
         """Move the item to another state; the time in the old one is added to `item.seconds`."""
-        self._leave_state(item)
+        self._leave_state(item, state)
         self._states[state] += 1
         item.state, item.stage, item.told = state, STAGE_OF.get(state, item.stage), False
         if state != "close":  # cleanup must not depend on a caller's function
             self._tell("stage", item)
 
-    def retry(self, item: Item) -> None:
+    def retry(self, item: Item, error: SkyEnvError) -> None:
         """The item starts over with a fresh environment."""
         self._retried += 1
+        self._meter.retried(error)
         self._tell("retry", item)
 
     def leave(self, item: Item) -> None:
         """The item holds nothing any more, whether it came back or was cancelled."""
         del self._items[item]
-        self._leave_state(item)
+        self._leave_state(item, None)
 
-    def _leave_state(self, item: Item) -> None:
+    def _leave_state(self, item: Item, new: State | None) -> None:
         now = anyio.current_time()
         spent = now - item.since
         item.seconds[item.state] = item.seconds.get(item.state, 0.0) + spent
+        if self._meter.timeline:
+            item.spans.append((item.state, item.since, now))
         item.since = now
         self._states[item.state] -= 1
-        self._visits.setdefault(item.state, deque(maxlen=KEPT_TIMES)).append(spent)
-        self._counts[item.state] += 1
-        self._spent[item.state] += spent
+        self._meter.moved(item.state, new, spent)
 
     def deliver(self, item: Item, trajectory: Trajectory) -> None:
         """The item came back with this trajectory."""
@@ -179,6 +198,11 @@ class Board:
         if trajectory.reward is not None:
             self._reward_sum += trajectory.reward
             self._reward_count += 1
+        self._meter.delivered(item, trajectory)
+        group = self._groups[item.group_id]
+        group.add(trajectory, anyio.current_time())
+        if group.back == self._group_size:
+            self._meter.group_ended(self._groups.pop(item.group_id))
         self._tell("done", item)
 
     def next_stall(self, after: float) -> float:
@@ -193,27 +217,6 @@ class Board:
             item.told = True
             self._tell("stalled", item)
             yield item, now - item.since
-
-    def stats(self, stages: Stages) -> dict[Stage, StageStats]:
-        """What each stage did. Queue and slots are of all runs that share the stages, times are this run's."""
-        elapsed = 0.0 if self._started is None else anyio.current_time() - self._started
-        found = {}
-        for stage in STAGES:
-            lane, waiting = stages.lanes[stage], WAIT_OF[stage]
-            now = anyio.current_time()
-            served = self._spent[stage] + sum(now - item.since for item in self._items if item.state == stage)
-            used = served / (lane.width * elapsed) if elapsed else 0.0
-            found[stage] = StageStats(
-                lane.waiting, lane.busy, lane.width, self._times(waiting), self._times(stage), min(1.0, used)
-            )
-        return found
-
-    def _times(self, state: State) -> Times:
-        ordered = sorted(self._visits.get(state, ()))
-        if not ordered:
-            return Times()
-        middle, late = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.95))
-        return Times(self._counts[state], middle, late, ordered[-1])
 
     @property
     def counts(self) -> tuple[int, int]:

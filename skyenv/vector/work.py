@@ -34,6 +34,7 @@ from skyenv.rollout import RolloutOptions, rollout
 from skyenv.types import Failure, StopReason, Trajectory
 from skyenv.vector.background import Background
 from skyenv.vector.lanes import Stage, Stages
+from skyenv.vector.metrics import Meter, MeteredEngine
 from skyenv.vector.progress import WAIT_OF, Board, Item
 from skyenv.vector.stopping import failed_reason, settled
 
@@ -74,7 +75,8 @@ class Work:
         self.pipeline, self._request = pipeline, request
         tasks = request.tasks
         total = len(tasks) * request.group_size if isinstance(tasks, Sized) else None
-        self.board = Board(total, pipeline.on_event)
+        self.meter = pipeline.meter or Meter()
+        self.board = Board(total, pipeline.on_event, self.meter, request.group_size)
         self.stages = pipeline.stages or Stages(pipeline.widths)
         self._options = RolloutOptions(pipeline.limits, pipeline.sampling, pipeline.rules)
         self._reward = reward_function(pipeline.reward)
@@ -89,7 +91,6 @@ class Work:
 
     def start(self, results: MemoryObjectSendStream[Trajectory]) -> None:
         """Begin to put trajectories into `results`, which is closed at the end."""
-        self.board.start()
         self._background = Background(lambda: self._main(results), "pipeline")
         self._background.start()
 
@@ -106,6 +107,10 @@ class Work:
                 yield Item(task_id, group_id, sample_index), task
 
     async def _main(self, results: MemoryObjectSendStream[Trajectory]) -> None:
+        with self.board.running(self.stages):
+            await self._admit_all(results)
+
+    async def _admit_all(self, results: MemoryObjectSendStream[Trajectory]) -> None:
         async with results, anyio.create_task_group() as beside:
             beside.start_soon(self._name_stalled)
             async with anyio.create_task_group() as group:
@@ -185,7 +190,7 @@ class Work:
             if not isinstance(error, SandboxError | EngineError) or attempt == self.pipeline.max_attempts:
                 break
             logger.info("%s sample %d: attempt %d failed: %s", item.task_id, item.sample_index, attempt, error)
-            self.board.retry(item)
+            self.board.retry(item, error)
             await anyio.sleep(_pause(error))
         return trajectory
 
@@ -198,7 +203,7 @@ class Work:
                 late: SkyEnvError = DeadlineExceeded(f"init did not end within {limits.init_timeout:g} s")
                 await self._serve(item, stage, lambda: self._reset(env, item, task), limits.init_timeout, late)
                 stage = "run"
-                await self._serve(item, stage, lambda: self._play(env, trajectory), math.inf, late)
+                await self._serve(item, stage, lambda: self._play(env, item, trajectory), math.inf, late)
                 stage = "eval"
                 late = RewardError(f"evaluation did not end within {limits.eval_timeout:g} s")
                 await self._serve(item, stage, lambda: self._evaluate(env, trajectory), limits.eval_timeout, late)
@@ -236,8 +241,9 @@ class Work:
         with boundary(EnvError, "env.areset"):
             await env.areset(seed=seed, options={"task": task})
 
-    async def _play(self, env: Env, trajectory: Trajectory) -> None:
-        await rollout(env, self.pipeline.engine, self.pipeline.renderer, trajectory, self._options)
+    async def _play(self, env: Env, item: Item, trajectory: Trajectory) -> None:
+        engine = MeteredEngine(self.pipeline.engine, self.meter, item)
+        await rollout(env, engine, self.pipeline.renderer, trajectory, self._options)
 
     async def _evaluate(self, env: Env, trajectory: Trajectory) -> None:
         """Grade, then reward, then what the stop policy makes of it."""

@@ -261,22 +261,3 @@ async def test_cancelled_siblings_are_no_failures() -> None:
 def test_enough_is_between_one_and_the_group(enough: int) -> None:
     with pytest.raises(ConfigError, match="enough"):
         pipeline(Ledger()).run(quests(1), 4, enough=enough)
-
-
-# Numbers
-
-
-def test_stats_tell_waits_service_times_and_utilisation() -> None:
-    async def main() -> Any:
-        widths = StageWidths(init=1, run=2, eval=1, live=4)
-        run = pipeline(Ledger(), Plan(init=2.0, step=1.0, evaluate=1.0), widths=widths).run(quests(10), 1)
-        assert len([t async for t in run]) == 10
-        return run.stats
-
-    stats = virtual(main)
-    assert stats["init"].service.p50 == stats["init"].service.max == 2.0
-    assert stats["init"].service.count == 10
-    assert stats["init"].utilisation > 0.8
-    assert stats["run"].utilisation < stats["init"].utilisation
-    assert (stats["run"].waiting, stats["run"].busy, stats["run"].width) == (0, 0, 2)
-    assert stats["init"].wait.max > 0

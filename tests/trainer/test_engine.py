@@ -10,7 +10,7 @@ import torch
 
 from sky_trainer import tiny
 from sky_trainer.engines import HFEngine
-from sky_trainer.weights import SharedWeights
+from sky_trainer.weights import CopiedWeights, SharedWeights
 from skyenv import formats
 from skyenv.errors import EngineError
 from skyenv.renderer import Renderer
@@ -191,3 +191,56 @@ async def test_closed_engines_refuse_and_waiting_calls_end(model: Any, tokenizer
             group.start_soon(wait)
             await anyio.sleep(0.05)
     assert ended == ["the engine was closed"]
+
+
+async def test_weights_change_between_two_ids_of_a_request(model: Any, tokenizer: Any) -> None:
+    """What is under way goes on over the new weights; what comes later carries the new version."""
+    only = 7
+
+    def always_seven(module: Any) -> None:
+        module.lm_head.register_forward_hook(lambda m, i, o: o.index_fill(-1, torch.tensor([only]), 1e4))
+
+    found: list[Any] = []
+    long = SamplingParams(max_tokens=64, stop_token_ids=(299,), seed=1)
+    async with open_engine(model, tokenizer) as engine:
+        stepped = anyio.Event()
+        bias = model.lm_head.register_forward_hook(lambda m, i, o: o.index_fill(-1, torch.tensor([1, 2]), -1e4))
+
+        def step(module: Any, inputs: Any, output: Any) -> None:
+            anyio.from_thread.run_sync(stepped.set)
+
+        model.register_forward_hook(step)
+
+        async def ask() -> None:
+            found.append(await engine.generate([5, 6], long))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            await stepped.wait()
+            engine.pause()
+            await engine.replace(always_seven, 3)
+            engine.resume()
+        bias.remove()
+        after = await engine.generate([5, 6], SamplingParams(max_tokens=3))
+    assert (found[0].policy_version, after.policy_version) == (0, 3)
+    assert len(found[0].token_ids) == 64
+    assert found[0].token_ids[-1] == only
+    assert set(after.token_ids) == {only}
+    with pytest.raises(ValueError, match="after 3"):
+        await engine.replace(lambda module: None, 2)
+
+
+def test_a_copy_follows_only_when_it_is_pushed(model: Any, tokenizer: Any, portal: Any) -> None:
+    import copy
+
+    twin = copy.deepcopy(model)
+    with portal.wrap_async_context_manager(open_engine(twin, tokenizer)) as engine:
+        weights = CopiedWeights(portal, engine, model)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(3.0)
+        assert not torch.equal(twin.lm_head.weight, model.lm_head.weight)
+        weights.push(4)
+        assert torch.equal(twin.lm_head.weight, model.lm_head.weight)
+        assert weights.version == engine.policy_version == 4
+        with pytest.raises(ValueError, match="after 4"):
+            weights.push(3)
