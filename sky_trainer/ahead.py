@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from skyenv.vector.pipeline import RolloutPipeline
 
 OnTrajectory = Callable[[int, Trajectory], None]
-"""Called with the number of a batch and a trajectory of it that ended, one at a time, in a thread where it may block."""
+"""Called with a batch's number and a trajectory of it that ended, one at a time, in a thread where it may block."""
 
 
 @dataclass(slots=True)

@@ -79,7 +79,7 @@ class Alarms:
             )
 
     def _zero_groups(self, numbers: Mapping[str, float]) -> Iterator[Warned]:
-        share = numbers.get("frac_reward_zero_std", 0.0)
+        share = numbers.get("rollout/zero_groups", 0.0)
         if not self._lasts("zero_groups", share >= self._limits.zero_groups):
             return
         if numbers.get("rollout/resolved", 0.0) > 0.5:
@@ -133,7 +133,7 @@ class Alarms:
             advice = (
                 "rollouts are too stale for this learning rate: lower staleness or grpo.learning_rate"
                 if stale
-                else "the engine samples from other weights, another temperature or another precision than the trainer's:"
+                else "the engine samples from other weights, or at another temperature or precision, than the trainer:"
                 " check that its weights are updated and that it returns processed logprobs"
             )
             yield Warned("logprob_gap", f"engine and trainer differ by {gap:.3g} nats a token; {advice}")
@@ -143,6 +143,6 @@ class Alarms:
         if share > self._limits.failed:
             yield Warned(
                 "failures",
-                f"infrastructure spoiled {share:.0%} of the rollouts, which train nothing; `skyenv top` shows sandboxes,"
-                " and `sky_trainer show RUN --failed` says why each failed",
+                f"infrastructure spoiled {share:.0%} of the rollouts, which train nothing; `skyenv top` shows the"
+                " sandboxes, and `sky_trainer show RUN --failed` says why each failed",
             )

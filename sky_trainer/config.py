@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
+from sky_trainer.files import write_text
 from sky_trainer.settings import build, check_least, plain, read_yaml, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
@@ -230,7 +231,7 @@ def write(config: Config, path: Path) -> None:
     """Write the resolved config as YAML, without the sandbox token."""
     data = to_mapping(config)
     data["sandbox"]["token"] = None
-    path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    write_text(path, yaml.safe_dump(data, sort_keys=False))
 
 
 def flat(config: Config) -> dict[str, Any]:

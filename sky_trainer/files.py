@@ -24,18 +24,18 @@ def publish(partial: Path, path: Path) -> None:
     if path.exists():
         old = path.with_name(f"{path.name}.old{PARTIAL}")
         shutil.rmtree(old, ignore_errors=True)
-        os.replace(path, old)
-        os.replace(partial, path)
+        path.replace(old)
+        partial.replace(path)
         shutil.rmtree(old)
     else:
-        os.replace(partial, path)
+        partial.replace(path)
 
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file by this text."""
     partial = path.with_name(f"{path.name}{PARTIAL}")
     partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def append_line(path: Path, row: Mapping[str, Any]) -> None:

@@ -60,7 +60,6 @@ class Evaluation(Protocol):
         ...
 
 
-
 OWNED = {
     "output_dir": "out",
     "seed": "seed",
@@ -79,9 +78,12 @@ OWNED = {
 }
 
 
-def steps_per_batch(args: GRPOConfig) -> int:
-    """Optimizer steps that one batch of rollouts serves."""
-    return (args.steps_per_generation or 1) * args.num_iterations // args.gradient_accumulation_steps
+def batch_shape(args: GRPOConfig) -> tuple[int, int]:
+    """Groups in one batch of rollouts, and the optimizer steps that it serves."""
+    assert args.generation_batch_size is not None
+    assert args.num_generations is not None
+    serves = (args.steps_per_generation or 1) * args.num_iterations // args.gradient_accumulation_steps
+    return args.generation_batch_size // args.num_generations, max(1, serves)
 
 
 def grpo_config(config: Config) -> GRPOConfig:
@@ -257,8 +259,10 @@ class SkyGRPOTrainer(GRPOTrainer):
         logs.update({f"{prefix}{name}": fmean(values) for name, values in self._rollout_numbers.items()})
         self._rollout_numbers.clear()
         if self._on_numbers is not None and self._training and "loss" in logs and self.accelerator.is_main_process:
-            measured = {name: [v for v in values if not math.isnan(v)] for name, values in self._metrics["train"].items()}
-            known = {name: fmean(values) for name, values in measured.items() if values}
+            known: dict[str, float] = {}
+            for name, values in self._metrics["train"].items():
+                numbers = [value for value in values if not math.isnan(value)]
+                known |= {name: fmean(numbers)} if numbers else {}
             logs.update(self._on_numbers(self.state.global_step, {**logs, **known}))
         super().log(logs, start_time)
 

@@ -92,8 +92,8 @@ class InLoop:
                     sample = dataclasses.replace(trajectory, sample_index=samples[trajectory.sample_index])
                     every[sample.task_id, sample.sample_index] = sample
                     await anyio.to_thread.run_sync(append_sample, path, sample, mark)
-        asked = {task.task_id for task in self._tasks}
-        return [sample for (task_id, index), sample in every.items() if task_id in asked and index < self._config.samples]
+        asked = [(task.task_id, index) for task in self._tasks for index in range(self._config.samples)]
+        return [every[sample] for sample in asked]
 
 
 def _mean_reward(samples: Sequence[Trajectory]) -> float | None:

@@ -1,8 +1,8 @@
 """What a run leaves in its directory while it goes: metrics, transcripts, tables, TensorBoard events, the reward plot.
 
 Every line is on disk before the next step starts, so an interrupt loses nothing. A resumed run drops what was recorded
-of steps after its checkpoint, since those steps are run again; transcripts are only ever added, and a resumed run trains
-on those that it finds instead of playing them again.
+of steps after its checkpoint, since those steps are run again; transcripts are only ever added, and a resumed run
+trains on those that it finds instead of playing them again.
 """
 
 from __future__ import annotations

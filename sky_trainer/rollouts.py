@@ -28,12 +28,12 @@ T = TypeVar("T")
 class PlannedRollouts:
     """Blocking face of a plan's batches for the trainer's thread. Portal and `ahead` belong to whoever opened them.
 
-    `version` tells which policy the batch that is handed out will train.
+    `upcoming` is the number of the batch that comes next; `version` tells which policy a batch trains.
     """
 
     def __init__(self, portal: BlockingPortal, ahead: Ahead, version: Callable[[], int], first: int = 0) -> None:
         self._portal, self._ahead, self._version = portal, ahead, version
-        self._next = first
+        self.upcoming = first
         self._left: tuple[float, float] | None = None
         self._numbers: dict[str, float] = {}
 
@@ -43,25 +43,31 @@ class PlannedRollouts:
         Groups are in the order of `tasks`, siblings by sample index. Raises SkyEnvError when rollouts ended, or a
         sample did not come back exactly once.
         """
-        plan, number = self._ahead.plan, self._next
+        plan, number = self._ahead.plan, self.upcoming
         if number >= plan.length or [t.task_id for t in tasks] != [t.task_id for t in plan.batch(number).tasks]:
             found = call(self._portal, self._ahead.extra, tasks, number)
             return grouped(found, len(tasks), group_size, min(trajectory.group_id for trajectory in found))
-        self._next = number + 1
+        self.upcoming = number + 1
         asked, busy = time.monotonic(), self._portal.call(self._ahead.busy_seconds)
         played = call(self._portal, self._ahead.take, number)
         groups = grouped(played.found, len(tasks), group_size, plan.batch(number).groups()[0][0])
         self._count(number, played, asked, busy)
+        alike = [len(set(group.rewards_G) - {None}) < 2 for group in groups]
+        self._numbers["rollout/zero_groups"] = fmean(alike)
         return groups
 
     def numbers(self) -> dict[str, float]:
         """What is to be said of the last batch: its stage, its staleness, what was hidden behind training."""
-        return self._numbers
+        return dict(self._numbers)
+
+    def stage_of(self, number: int) -> int:
+        """The stage that a batch belongs to, from 1."""
+        return self._ahead.plan.batch(number).stage.number + 1
 
     def _count(self, number: int, played: Played, asked: float, busy: float) -> None:
         now = time.monotonic()
         self._numbers = {
-            "curriculum/stage": float(self._ahead.plan.batch(number).stage.number + 1),
+            "curriculum/stage": float(self.stage_of(number)),
             "rollout/replayed": float(played.replayed),
             "overlap/wait_seconds": now - asked,
             **staleness(played.found, self._version()),

@@ -135,7 +135,7 @@ def _convert(hint: Any, value: Any, key: str, known: Sequence[str]) -> Any:
         if value not in arguments:
             raise ConfigError(f"{key} is {value!r}; it must be one of {', '.join(map(str, arguments))}")
         return value
-    if origin is tuple and dataclasses.is_dataclass(arguments[0]):
+    if origin is tuple and dataclasses.is_dataclass(arguments[0]) and isinstance(arguments[0], type):
         if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
             raise ConfigError(f"{key} is {value!r}; write a list of sections")
         return tuple(build(arguments[0], item, f"{key}[{place}].") for place, item in enumerate(value))
