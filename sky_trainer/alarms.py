@@ -79,7 +79,7 @@ class Alarms:
             )
 
     def _zero_groups(self, numbers: Mapping[str, float]) -> Iterator[Warned]:
-        share = numbers.get("rollout/zero_groups", 0.0)
+        share = numbers.get("frac_reward_zero_std", 0.0)
         if not self._lasts("zero_groups", share >= self._limits.zero_groups):
             return
         if numbers.get("rollout/resolved", 0.0) > 0.5:

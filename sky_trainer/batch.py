@@ -1,116 +1,125 @@
-"""Groups of trajectories -> rows that TRL can train on, each checked before TRL sees it.
+"""A batch of rollouts as the trainer takes it: rows with advantages and weights, its columns, its numbers by name.
 
-Invariants: as many rows as trajectories, group by group in the order given. The ids of a row are the ids of its
-segment, unchanged; what stands after the last sampled id is left out, since nothing is learnt from it. A trajectory
-that may not train becomes one end-of-sequence id with mask 0, logprob 0.0 and reward None, which TRL leaves out of the
-group's mean and to which it gives advantage 0.
+Invariants: a batch has at least one row a trajectory; rows of one trajectory share its advantages, and only the first
+carries its reward, so that means over rows are means over trajectories. Rows without loss fill a batch up to a
+multiple of what the ranks and micro-batches need.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
-from skyenv.errors import ConfigError, SkyEnvError
-from skyenv.types import Segment, Trajectory, TrajectoryGroup
+from sky_trainer.advantages import AdvantageRules, advantages, uniform
+from skyenv.samples import Row, RowRules, rows_from
+from skyenv.types import TrajectoryGroup
 
-SegmentRule = Literal["refuse", "last"]
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One rollout for TRL: prompt and completion ids; the last three lists are as long as `completion_ids`."""
-
-    task_id: str
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float]
-    env_mask: list[int]
-    reward: float | None
-    status: str
+PADDING = "padding"
 
 
 @dataclass(frozen=True, slots=True)
-class RowRules:
-    """What rows must satisfy. `segments`: a trajectory of several segments is an error, or trains on its last one.
+class Shape:
+    """How a generation batch is cut: over `ranks`, each `steps` micro-steps of `micro_batch` trajectories.
 
-    TRL takes one row a rollout, so a rewritten history cannot train in full: `last` drops the earlier segments.
+    `row_mean`: the loss is a mean over each row's tokens, so that rows of one trajectory need weights of their own.
     """
 
-    eos_token_id: int
-    vocab_size: int
-    segments: SegmentRule = "refuse"
+    ranks: int
+    steps: int
+    micro_batch: int
+    row_mean: bool = False
 
 
-def rows_from(groups: Sequence[TrajectoryGroup], rules: RowRules) -> list[Row]:
-    """Turn every trajectory into one valid row.
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows for all ranks, in order, with their advantages for each completion id.
 
-    Raises ConfigError for trajectories that the rules cannot take and SkyEnvError for broken ones; the message names
-    the trajectory and the field.
+    `weights_R`: what a row counts in a mean over rows, 1.0 where every trajectory is one. `parts`: into how many equal
+    forward passes each micro-step is cut. `uniform`: the share of groups that teach nothing.
     """
-    return [row_from(trajectory, group, rules) for group in groups for trajectory in group.trajectories]
+
+    rows: list[Row]
+    advantages_RT: list[list[float]]
+    weights_R: list[float]
+    parts: int
+    uniform: float
 
 
-def row_from(trajectory: Trajectory, group: TrajectoryGroup, rules: RowRules) -> Row:
-    """One row: the trajectory's own ids, or the neutral row when it may not train."""
-    name = describe(trajectory)
-    _check_reward(name, trajectory.reward)
-    for index, segment in enumerate(trajectory.segments):
-        try:
-            segment.check(rules.vocab_size)
-        except ValueError as error:
-            raise SkyEnvError(f"{name}, segment {index}: {error}") from error
-    if not trajectory.trainable:
-        return neutral_row(trajectory, group, rules)
-    segment = _chosen_segment(trajectory, rules.segments)
-    start, end = segment.prompt_length, len(segment.loss_mask) - segment.loss_mask[::-1].index(1)
-    if start == 0:
-        raise SkyEnvError(f"{name}: prompt_ids is empty, the first id was sampled")
-    return Row(
-        trajectory.task_id,
-        segment.token_ids[:start],
-        segment.token_ids[start:end],
-        segment.logprobs[start:end],
-        segment.loss_mask[start:end],
-        trajectory.reward,
-        status_of(trajectory),
+def make_batch(
+    groups: Sequence[TrajectoryGroup], rules: RowRules, advantage: AdvantageRules, shape: Shape, silent: frozenset[int]
+) -> Batch:
+    """Rows of whole groups. The trajectories numbered in `silent` keep their place in baselines but have no loss.
+
+    Raises as `skyenv.samples.rows_from`.
+    """
+    rows = _silenced(rows_from(groups, rules), silent, rules.eos_token_id)
+    shares = advantages(groups, advantage)
+    turns = [len(t.turns) for group in groups for t in group.trajectories]
+    several = len(rows) > len(turns)
+    weighted = several and shape.row_mean
+    size = 1 if weighted else shape.micro_batch
+    unit = shape.ranks * shape.steps * size
+    parts = -(-len(rows) // unit)
+    token_advantages = [_by_token(row, shares[row.trajectory]) for row in rows]
+    weights = [share * size / shape.micro_batch for share in _shares(rows)] if weighted else [1.0] * len(rows)
+    missing = parts * unit - len(rows)
+    eos = rules.eos_token_id
+    padding = Row("", -1, 0, [eos], [eos], [0.0], [0], None, PADDING)
+    return Batch(
+        rows + [padding] * missing,
+        token_advantages + [[0.0]] * missing,
+        weights + [1.0] * missing,
+        parts,
+        fmean(uniform(group, advantage.credit) for group in groups),
     )
 
 
-def neutral_row(trajectory: Trajectory, group: TrajectoryGroup, rules: RowRules) -> Row:
-    """The row of a trajectory that neither trains nor shifts the baseline."""
-    eos = rules.eos_token_id
-    prompt = _prompt_ids([trajectory, *group.trajectories]) or [eos]
-    return Row(trajectory.task_id, prompt, [eos], [0.0], [0], None, status_of(trajectory))
+def _silenced(rows: Sequence[Row], silent: frozenset[int], eos: int) -> list[Row]:
+    """One row without loss, but with its reward, for each silent trajectory."""
+    kept, seen = [], set()
+    for row in rows:
+        if row.trajectory not in silent:
+            kept.append(row)
+        elif row.trajectory not in seen:
+            seen.add(row.trajectory)
+            kept.append(dataclasses.replace(row, completion_ids=[eos], logprobs=[0.0], loss_mask=[0]))
+    return kept
+
+
+def _by_token(row: Row, shares: Sequence[float]) -> list[float]:
+    """The advantage of each completion id: its turn's, or the trajectory's."""
+    values, turn = [], row.first_turn - 1
+    for before, mask in pairwise([0, *row.loss_mask]):
+        turn += mask and not before
+        values.append(shares[min(max(turn, 0), len(shares) - 1)])
+    return values
+
+
+def _shares(rows: Sequence[Row]) -> list[float]:
+    """Each row's part of its trajectory's sampled ids."""
+    totals: Counter[int] = Counter()
+    for row in rows:
+        totals[row.trajectory] += sum(row.loss_mask)
+    return [sum(row.loss_mask) / totals[row.trajectory] if totals[row.trajectory] else 1.0 for row in rows]
 
 
 def columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
     """Rows as the columns that TRL's `rollout_func` returns; the last three reach the reward function."""
+    first = [row.trajectory != before for row, before in zip(rows, [None, *(r.trajectory for r in rows)], strict=False)]
     return {
         "prompt_ids": [row.prompt_ids for row in rows],
         "completion_ids": [row.completion_ids for row in rows],
         "logprobs": [row.logprobs for row in rows],
-        "env_mask": [row.env_mask for row in rows],
-        "env_reward": [row.reward for row in rows],
+        "env_mask": [row.loss_mask for row in rows],
+        "env_reward": [row.reward if head else None for row, head in zip(rows, first, strict=True)],
         "status": [row.status for row in rows],
         "task_id": [row.task_id for row in rows],
     }
-
-
-def describe(trajectory: Trajectory) -> str:
-    """A name for messages: task, group and sample."""
-    return f"trajectory {trajectory.task_id!r} (group {trajectory.group_id}, sample {trajectory.sample_index})"
-
-
-def status_of(trajectory: Trajectory) -> str:
-    """Why it ended, or the kind of its failure."""
-    if trajectory.failure is not None:
-        return trajectory.failure.kind
-    return str(trajectory.stop_reason or "unknown")
 
 
 def summary(groups: Iterable[TrajectoryGroup]) -> dict[str, float]:
@@ -139,26 +148,3 @@ def summary(groups: Iterable[TrajectoryGroup]) -> dict[str, float]:
     for counter in sorted({counter for t in every for counter in t.counters}):
         numbers[f"count/{counter}"] = float(sum(t.counters.get(counter, 0) for t in every))
     return numbers
-
-
-def _check_reward(name: str, reward: float | None) -> None:
-    if reward is not None and not math.isfinite(reward):
-        raise SkyEnvError(f"{name}: reward is {reward!r}, not a finite number; return None to leave a sample out")
-
-
-def _chosen_segment(trajectory: Trajectory, rule: SegmentRule) -> Segment:
-    sampled = [segment for segment in trajectory.segments if 1 in segment.loss_mask]
-    if len(sampled) > 1 and rule == "refuse":
-        raise ConfigError(
-            f"{describe(trajectory)} has {len(sampled)} segments, but TRL trains one row a rollout; turn history"
-            " condensing off or set rollout.segments to last, which trains on the last segment alone"
-        )
-    return sampled[-1]
-
-
-def _prompt_ids(trajectories: Sequence[Trajectory]) -> list[int]:
-    for trajectory in trajectories:
-        for segment in trajectory.segments:
-            if segment.prompt_length:
-                return segment.token_ids[: segment.prompt_length]
-    return []

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
+from sky_trainer.advantages import AdvantageConfig
 from sky_trainer.files import write_text
 from sky_trainer.settings import build, check_least, plain, read_yaml, with_overrides
 from skyenv import formats
@@ -23,6 +24,7 @@ from skyenv.errors import ConfigError
 from skyenv.formats import NativeFormat
 from skyenv.history import condenser
 from skyenv.renderer import HistoryPolicy
+from skyenv.samples import Mode
 from skyenv.types import StopReason
 from skyenv.vector.stopping import StopAction, check_stop_policy
 
@@ -113,7 +115,8 @@ class RolloutConfig:
     names the tools. `history`, `template_options` are those of `skyenv.renderer.Renderer`; the condenser, its
     thresholds, reminders and the cut of observations those of `skyenv.rollout.TurnRules`, 0 for none; `stuck` is a
     preset of `skyenv.stuck`. `stop_policy` maps a stop reason to keep, mask, zero, penalty or a number that is taken
-    off the reward. `segments` last: of a rollout whose history was rewritten only the last segment trains.
+    off the reward. `rows`: what of a rollout trains, see `skyenv.samples.RowRules`; a rollout of several rows is still
+    one sample of its group.
     """
 
     format: str = "hermes"
@@ -138,7 +141,7 @@ class RolloutConfig:
     concurrency: int = 32
     init_concurrency: int = 8
     eval_concurrency: int = 8
-    segments: Literal["refuse", "last"] = "refuse"
+    rows: Mode = "trajectory"
     stop_policy: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -177,6 +180,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -210,8 +214,8 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
         config = dataclasses.replace(config, steps=sum(stage.steps for stage in config.stages))
     _check_rollout(config.rollout)
     if training:
-        _check_training(config)
         _check_curriculum(config)
+        _check_training(config)
         _check_evaluation(config)
     return config
 
@@ -307,14 +311,14 @@ def _check_training(config: Config) -> None:
 def _check_curriculum(config: Config) -> None:
     if not config.stages:
         return
+    for place, stage in enumerate(config.stages):
+        check_least({f"stages[{place}].steps": (stage.steps, 1)})
+        _check_limited(config, stage.limits, f"stages[{place}].limits")
     total = sum(stage.steps for stage in config.stages)
     if config.tasks != TasksConfig():
         raise ConfigError("tasks: every stage names its own; move it below stages, or leave stages out")
     if config.steps > total:
         raise ConfigError(f"steps is {config.steps}, but the stages have {total} in all; raise theirs or leave it out")
-    for place, stage in enumerate(config.stages):
-        check_least({f"stages[{place}].steps": (stage.steps, 1)})
-        _check_limited(config, stage.limits, f"stages[{place}].limits")
 
 
 def _check_evaluation(config: Config) -> None:
@@ -336,10 +340,10 @@ def _check_segments(rollout: RolloutConfig) -> None:
     """Several segments a rollout are refused before the first one is made."""
     splitting = [("rollout.history", rollout.history, "keep"), ("rollout.condenser", rollout.condenser, "none")]
     for key, value, whole in splitting:
-        if value != whole and rollout.segments == "refuse":
+        if value != whole and rollout.rows == "trajectory":
             raise ConfigError(
-                f"{key} is {value}, which makes several segments of a rollout, but TRL trains one row a rollout; set"
-                f" rollout.segments to last, which trains on the last segment alone, or {key} to {whole}"
+                f"{key} is {value}, which makes several segments of a rollout; set rollout.rows to segment, which"
+                f" trains on all of them, or to last, or {key} to {whole}"
             )
 
 

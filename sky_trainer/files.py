@@ -13,10 +13,13 @@ PARTIAL = ".partial"
 
 
 def partial_of(path: Path) -> Path:
-    """An empty place beside `path` for what is to become it."""
-    partial = path.with_name(f"{path.name}{PARTIAL}")
-    shutil.rmtree(partial, ignore_errors=True)
-    return partial
+    """The place beside `path` for what is to become it."""
+    return path.with_name(f"{path.name}{PARTIAL}")
+
+
+def remove(directory: Path) -> None:
+    """Remove what an earlier crash left, if anything."""
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def publish(partial: Path, path: Path) -> None:

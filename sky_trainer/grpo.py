@@ -3,9 +3,14 @@
 TRL keeps what it does well: losses, advantages, importance-sampling correction, KL, distribution, checkpoints. Ours is
 what goes in: groups of trajectories from the pipeline, made on rank 0, validated as rows, scattered to the ranks.
 
-TRL applies its sampler/trainer correction only when `use_vllm` is set, so the flag is set after construction, with
-our `WeightSync` behind the object that TRL asks to sync. Private names of TRL that this relies on, each covered by a
-test: `_generate_and_score_completions`, `use_vllm`, `vllm_generation`, `_last_loaded_step`.
+TRL wants one row a prompt and takes its statistics over rows. Ours are over trajectories, each of one or more rows: a
+batch is rolled out before TRL asks for it, so that TRL is handed as many prompts as there are rows, and the advantages
+that it computes are replaced by ours. More rows than micro-batches hold become more forward passes, not larger ones.
+
+TRL applies its sampler/trainer correction only when `use_vllm` is set, so the flag is set after construction; weights
+are pushed here. Private names of TRL that this relies on, each covered by a test: `_generate_and_score_completions`,
+`_compute_loss`, `_get_per_token_logps_and_entropies`, `_metrics`, `_logs`, `use_vllm`, `_last_loaded_step`,
+`_entropy_bonus_enabled`, `aux_loss_enabled`, `router_aux_loss_coef`.
 """
 
 from __future__ import annotations
@@ -14,26 +19,31 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from accelerate.utils import broadcast_object_list, gather_object
+import torch
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainerState
 from transformers.trainer import TRAINING_ARGS_NAME
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
 
 from sky_trainer import files
-from sky_trainer.batch import Row, RowRules, SegmentRule, columns, rows_from, summary
+from sky_trainer.advantages import AdvantageConfig, AdvantageRules, Scale
+from sky_trainer.batch import Batch, Shape, columns, make_batch, summary
 from sky_trainer.config import Config
 from sky_trainer.settings import foreign_options
 from sky_trainer.weights import WeightSync
 from skyenv.errors import ConfigError, SkyEnvError
+from skyenv.samples import Mode, RowRules
 from skyenv.types import TrajectoryGroup
 
 Collect = Callable[[Sequence[Any], int], list[TrajectoryGroup]]
@@ -75,7 +85,12 @@ OWNED = {
     "remove_unused_columns": "nothing: rows need every column",
     "logging_steps": "nothing: every step is recorded",
     "shuffle_dataset": "tasks.shuffle",
+    "reward_weights": "nothing: a trajectory has one reward, see env.options.reward",
+    "multi_objective_aggregation": "nothing: a trajectory has one reward",
 }
+
+ROW_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
+"""Losses that TRL divides by the rows of a micro-batch; the others by the tokens of the whole batch, or of its own."""
 
 
 def batch_shape(args: GRPOConfig) -> tuple[int, int]:
@@ -144,25 +159,17 @@ class _AfterStep(TrainerCallback):
         self._trainer.evaluate_policy(state.global_step)
 
 
-class _Sync:
-    """What TRL takes for its vLLM client: it asks to sync before the first rollouts after each optimizer step."""
-
-    def __init__(self, trainer: SkyGRPOTrainer, weights: WeightSync) -> None:
-        self._trainer = trainer
-        self._weights = weights
-
-    def sync_weights(self) -> None:
-        self._weights.push(self._trainer.state.global_step)
-
-
 class SkyGRPOTrainer(GRPOTrainer):
     """`trl.GRPOTrainer` whose rollouts are our trajectories.
 
     `collect` runs whole groups of tasks and blocks; it is called on rank 0 only, and `weights.push` on every rank
     before it whenever an optimizer step was taken. `processing_class` supplies eos and padding; ids pass unchanged
-    from the trajectories into the batch; `on_numbers` hears of what is logged. Neither the model nor what `collect`
-    drives is closed here.
+    from the trajectories into the batch, cut into rows by `rows`; `on_numbers` hears of what is logged. Neither the
+    model nor what `collect` drives is closed here.
     """
+
+    args: GRPOConfig
+    _logs: dict[str, Any]
 
     def __init__(
         self,
@@ -173,7 +180,8 @@ class SkyGRPOTrainer(GRPOTrainer):
         collect: Collect,
         weights: WeightSync,
         processing_class: PreTrainedTokenizerBase,
-        segments: SegmentRule = "refuse",
+        rows: Mode = "trajectory",
+        advantage: AdvantageConfig | None = None,
         order: Sequence[int] | None = None,
         on_numbers: OnNumbers | None = None,
         evaluation: Evaluation | None = None,
@@ -187,10 +195,10 @@ class SkyGRPOTrainer(GRPOTrainer):
             raise ConfigError("grpo.beta above 0 needs a model that was loaded from a path, to load the reference from")
         self._tasks = list(tasks)
         self._collect = collect
+        self._weights = weights
         self._on_numbers = on_numbers
         self._evaluation = evaluation
-        self._weights = weights
-        self._pending: list[int] = []
+        self._batch = Batch([], [], [], 1, 0.0)
         self._rollout_numbers: dict[str, list[float]] = defaultdict(list)
         super().__init__(
             model=model,
@@ -203,52 +211,160 @@ class SkyGRPOTrainer(GRPOTrainer):
         )
         self.remove_callback(PrinterCallback)
         self.add_callback(_AfterStep(self))
-        self._rules = RowRules(self._tokenizer.eos_token_id, model.config.vocab_size, segments)
+        self._rules = RowRules(self._tokenizer.eos_token_id, model.config.vocab_size, rows)
+        self._advantage = advantage or AdvantageConfig()
         self.use_vllm = True
-        self.vllm_generation: Any = _Sync(self, weights)
+        self.vllm_generation: Any = None
         self._last_loaded_step = -1
+        self._entropy_weight = 0.0
+        if not args.use_adaptive_entropy and args.top_entropy_quantile == 1.0:
+            self._entropy_weight, self._entropy_bonus_enabled = args.entropy_coef, False
 
     @property
     def _training(self) -> bool:
         return bool(self.model is not None and self.model.training)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        self._pending = [row["task_index"] for row in inputs]
-        return super()._generate_and_score_completions(inputs)
+        """Roll out, then let TRL make tensors of one prompt a row; advantages and weights of rows are ours."""
+        if self.state.global_step != self._last_loaded_step:
+            self._weights.push(self.state.global_step)
+            self._last_loaded_step = self.state.global_step
+        self._batch = batch = self._shared_batch([row["task_index"] for row in inputs], len(inputs))
+        count = len(batch.rows) // self.accelerator.num_processes
+        own = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
+        prompts: list[dict[str, Any]] = [{"prompt": row.task_id} for row in batch.rows[own]]
+        with self._groups_of_one():
+            scored: dict[str, Any] = super()._generate_and_score_completions(prompts)
+        self._logs["advantages"].clear()
+        self._logs["advantages"].extend(values[0] for values in batch.advantages_RT)
+        self._metrics["train" if self._training else "eval"]["frac_reward_zero_std"] = [batch.uniform]
+        width, device = scored["completion_ids"].shape[1], self.accelerator.device
+        values_RT = [values + [0.0] * (width - len(values)) for values in batch.advantages_RT[own]]
+        advantages = torch.tensor(values_RT, device=device)  # (R, T)
+        scored["advantages"] = advantages if self._advantage.credit == "turn" else advantages[:, 0]
+        scored["row_weights"] = torch.tensor(batch.weights_R[own], device=device)  # (R,)
+        scored["parts"] = torch.tensor(batch.parts)
+        return scored
+
+    @contextmanager
+    def _groups_of_one(self) -> Iterator[None]:
+        """TRL reshapes rewards by the group size; rows are no multiple of it."""
+        before = self.num_generations, self.num_generations_eval
+        self.num_generations = self.num_generations_eval = 1
+        try:
+            yield
+        finally:
+            self.num_generations, self.num_generations_eval = before
 
     def _rollout(self, prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        """TRL's `rollout_func`: one row for each prompt of this rank, in order; groups are whole over the ranks."""
+        """TRL's `rollout_func`: this rank's rows, in order."""
+        start = self.accelerator.process_index * len(prompts)
+        return {name: values[start : start + len(prompts)] for name, values in columns(self._batch.rows).items()}
+
+    def _shared_batch(self, indices: list[int], count: int) -> Batch:
+        """The batch of all ranks, made on rank 0; its failure is raised on all."""
         size = (self.num_generations if self._training else self.num_generations_eval) or 1
-        indices: list[int] = gather_object(self._pending)
-        rows: list[Row] = []
+        indices = gather_object(indices)
+        batch: Batch | None = None
         failure: SkyEnvError | None = None
         if self.accelerator.is_main_process:
             try:
-                rows = self._make_rows(indices, size)
+                batch = self._make_batch(indices, size, count)
             except SkyEnvError as error:
                 failure = error
         if self.accelerator.num_processes > 1:
-            rows, failure = broadcast_object_list([rows, failure])
+            batch, failure = broadcast_object_list([batch, failure])
         if failure is not None:
             raise failure
-        start = self.accelerator.process_index * len(prompts)
-        return columns(rows[start : start + len(prompts)])
+        assert batch is not None
+        return batch
 
-    def _make_rows(self, indices: Sequence[int], size: int) -> list[Row]:
+    def _make_batch(self, indices: Sequence[int], size: int, count: int) -> Batch:
         tasks = [self._tasks[index] for index in indices[::size]]
         if any(indices[i] != indices[i - i % size] for i in range(len(indices))):
             raise SkyEnvError(f"the batch does not hold whole groups of {size}")
         started = time.monotonic()
         groups = self._collect(tasks, size)
         self._rollout_numbers["rollout/seconds"].append(time.monotonic() - started)
-        rows = rows_from(groups, self._rules)
-        if len(rows) != len(indices):
-            raise SkyEnvError(f"{len(rows)} rows for {len(indices)} prompts")
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        if len(trajectories) != len(indices):
+            raise SkyEnvError(f"{len(trajectories)} trajectories for {len(indices)} prompts")
+        steps = (self.args.steps_per_generation or 1) if self._training else 1
+        row_mean = self.loss_type in ("grpo", "sapo")
+        shape = Shape(self.accelerator.num_processes, steps, count // steps, row_mean)
+        scale = cast("Scale", self.scale_rewards)
+        rules = AdvantageRules(self._advantage.baseline, scale, self._advantage.credit)
+        batch = make_batch(groups, self._rules, rules, shape, frozenset())
         for name, value in summary(groups).items():
             self._rollout_numbers[name].append(value)
-        if all(not t.exact for g in groups for t in g.trajectories):
+        if not any(trajectory.exact for trajectory in trajectories):
             raise ConfigError("the engine returned no token ids for a whole batch; train with one that returns them")
-        return rows
+        return batch
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The loss of a micro-step. All but the last of its parts go backward here; their value is in what returns."""
+        parts = int(inputs["parts"])
+        if parts == 1 or not self._training:
+            loss: torch.Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return loss
+        *first, last = split_tensor_dict(inputs, parts)
+        done = torch.zeros((), device=self.accelerator.device)
+        with self._finer(parts):
+            for part in first:
+                with self._unsynced(model):
+                    loss = self._compute_loss(model, part)
+                    self.accelerator.backward(loss)
+                done += loss.detach()
+            return self._compute_loss(model, last) + done
+
+    @contextmanager
+    def _finer(self, parts: int) -> Iterator[None]:
+        """As if there were so many times more accumulation steps: TRL scales losses by their number."""
+        before = self.current_gradient_accumulation_steps, self.args.steps_per_generation or 1
+        self.current_gradient_accumulation_steps *= parts
+        self.args.steps_per_generation = before[1] * parts
+        try:
+            yield
+        finally:
+            self.current_gradient_accumulation_steps, self.args.steps_per_generation = before
+
+    @contextmanager
+    def _unsynced(self, model: Any) -> Iterator[None]:
+        """A backward pass that ranks do not reduce yet."""
+        state = self.accelerator.gradient_state
+        before = state.sync_gradients
+        state._set_sync_gradients(False)
+        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        with nullcontext() if deepspeed else self.accelerator.no_sync(model):
+            yield
+        state._set_sync_gradients(before)
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
+        self._forward = super()._get_per_token_logps_and_entropies(*args, **options)
+        return self._forward
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """TRL's loss with rows weighted as parts of trajectories, and an entropy bonus that is a mean over all tokens.
+
+        TRL's own bonus is a mean of the micro-batches' means, which changes with their size.
+        """
+        loss: torch.Tensor = super()._compute_loss(model, inputs)
+        _, entropies, router = self._forward
+        if not self._training:
+            return loss
+        accumulated = self.current_gradient_accumulation_steps
+        if self.loss_type in ROW_LOSSES:
+            weight = inputs["row_weights"][0] * int(inputs["parts"])
+            balance = self.router_aux_loss_coef * router / accumulated if self.aux_loss_enabled else 0.0
+            loss = (loss - balance) * weight + balance
+        if self._entropy_weight:
+            mask = inputs["completion_mask"] * inputs["tool_mask"]
+            share = accumulated / (self.args.steps_per_generation or 1) / self.accelerator.num_processes
+            total = inputs["num_items_in_batch"].clamp(min=1.0) * share
+            loss = loss - self._entropy_weight * (entropies * mask).sum() / total
+        return loss
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: TRL's describes a model of the hub, and the run directory holds what there is to say."""
@@ -280,6 +396,9 @@ class SkyGRPOTrainer(GRPOTrainer):
     def export(self, path: Path) -> None:
         """Write the policy and its tokenizer as transformers load them; called on every rank."""
         partial = files.partial_of(path)
+        if self.accelerator.is_main_process:
+            files.remove(partial)
+        self.accelerator.wait_for_everyone()
         self.save_model(str(partial))
         if self.accelerator.is_main_process:
             (partial / TRAINING_ARGS_NAME).unlink(missing_ok=True)

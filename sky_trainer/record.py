@@ -39,7 +39,8 @@ class RunRecord:
         self._on_step = on_step
         self._started = time.monotonic()
         for name in (METRICS, TASKS, ROLLOUTS, EVALUATIONS):
-            keep_lines(run_dir / name, [row for row in read_lines(run_dir / name) if row["step"] <= first_step])
+            rows = read_lines(run_dir / name) if first_step else ()
+            keep_lines(run_dir / name, [row for row in rows if row["step"] <= first_step])
         kept = read_metrics(run_dir)
         self._elapsed_before = kept[-1]["elapsed"] if kept else 0.0
         self._last = self._elapsed_before

@@ -52,8 +52,6 @@ class PlannedRollouts:
         played = call(self._portal, self._ahead.take, number)
         groups = grouped(played.found, len(tasks), group_size, plan.batch(number).groups()[0][0])
         self._count(number, played, asked, busy)
-        alike = [len(set(group.rewards_G) - {None}) < 2 for group in groups]
-        self._numbers["rollout/zero_groups"] = fmean(alike)
         return groups
 
     def numbers(self) -> dict[str, float]:

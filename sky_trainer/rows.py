@@ -1,8 +1,7 @@
 """Trajectories as rows of a table, for supervised training or offline RL elsewhere: one row a segment, or one a turn.
 
-Every row has `token_ids`, `loss_mask` and `logprobs` of equal length. Turns of a trajectory that share a prefix are
-merged in a segment's row, which is as long as they together; in turn rows each turn stands alone behind everything
-that the model had seen by then, and mask 1 stands on its own ids only.
+Every row has `token_ids`, `loss_mask` and `logprobs` of equal length; what a row holds of its trajectory is decided by
+`skyenv.samples`, as for training.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from skyenv.errors import ConfigError
+from skyenv.samples import parts_of
 from skyenv.types import Segment, Trajectory
 
 RowKind = Literal["segment", "turn"]
@@ -19,24 +19,8 @@ RowKind = Literal["segment", "turn"]
 
 def rows_of(trajectory: Trajectory, kind: RowKind = "segment") -> Iterator[dict[str, Any]]:
     """The rows of one trajectory, in order; none for one without sampled ids."""
-    for number, segment in enumerate(trajectory.segments):
-        parts = [segment] if kind == "segment" else list(turns_of(segment))
-        for part in parts:
-            if any(part.loss_mask):
-                yield {**_facts(trajectory), "segment": number, **_arrays(part)}
-
-
-def turns_of(segment: Segment) -> Iterator[Segment]:
-    """One segment for each run of sampled ids: all that precedes it at mask 0, then the run."""
-    end, length = 0, len(segment.loss_mask)
-    while end < length:
-        start = next((place for place in range(end, length) if segment.loss_mask[place]), length)
-        end = next((place for place in range(start, length) if not segment.loss_mask[place]), length)
-        if start < end:
-            turn = Segment()
-            turn.append_context(segment.token_ids[:start])
-            turn.append_sampled(segment.token_ids[start:end], segment.logprobs[start:end])
-            yield turn
+    for number, part in enumerate(parts_of(trajectory, kind)):
+        yield {**_facts(trajectory), "row": number, "first_turn": part.first_turn, **_arrays(part.segment)}
 
 
 def export_rows(path: Path, trajectories: Iterable[Trajectory], kind: RowKind) -> int:

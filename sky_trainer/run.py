@@ -29,7 +29,7 @@ from sky_trainer.config import Config, RolloutConfig, limited
 from sky_trainer.curriculum import Plan, Stage, make_plan
 from sky_trainer.display import Display
 from sky_trainer.engines import HFEngine
-from sky_trainer.files import PARTIAL, partial_of, publish
+from sky_trainer.files import PARTIAL, partial_of, publish, remove
 from sky_trainer.in_loop import InLoop
 from sky_trainer.record import (
     RunRecord,
@@ -138,7 +138,8 @@ def train(config: Config, display: Display) -> Outcome:
             collect=watch.collect,
             weights=weights,
             processing_class=tokenizer,
-            segments=config.rollout.segments,
+            rows=config.rollout.rows,
+            advantage=config.advantage,
             on_numbers=watch.numbers,
             evaluation=evaluation,
         )
@@ -210,6 +211,7 @@ def finish(run_dir: Path, checkpoint: Path) -> None:
     if (run_dir / FINAL).exists():
         return
     partial = partial_of(run_dir / FINAL)
+    remove(partial)
     shutil.copytree(checkpoint, partial, ignore=shutil.ignore_patterns(*NOT_EXPORTED))
     publish(partial, run_dir / FINAL)
 

@@ -14,7 +14,6 @@ from anyio.from_thread import BlockingPortal
 
 import skyenv
 from sky_trainer.assembly import make_format, make_pipeline, make_renderer, with_scripts
-from sky_trainer.batch import describe
 from sky_trainer.config import Config
 from sky_trainer.display import Display
 from sky_trainer.models import load_model, load_tokenizer
@@ -27,6 +26,7 @@ from skyenv.engines.scripted import ScriptedEngine
 from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.renderer import ByteTokenizer, Renderer
+from skyenv.samples import describe
 from skyenv.types import ToolSpec, Trajectory
 
 WARM, DONE = "warm_start", ".complete"

@@ -125,6 +125,10 @@ class Renderer:
     ) -> list[int]:
         """As `observation`, for a turn of several calls: their results are rendered as one group."""
         messages = [self.format.observation(text, call) for text, call in results]
+        return self.delta(messages, completion_ids=completion_ids)
+
+    def delta(self, messages: Sequence[Message], *, completion_ids: Sequence[int]) -> list[int]:
+        """As `observation`, for any messages that follow a sampled turn; no answer may be among them."""
         pieces = self._delta_pieces(messages)
         if completion_ids and completion_ids[-1] in self._ends and (end := self._literal.match(pieces[0][0])):
             pieces[0] = (pieces[0][0][end.end() :], True)
@@ -180,6 +184,14 @@ class Renderer:
         """Short digest of format and prompt ids: equal prompts for equal models have equal hashes."""
         described = json.dumps([self.format.name, self.prompt(messages, tools)])
         return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+    @property
+    def template_hash(self) -> str:
+        """Short digest of how this renderer writes a conversation: chat template, its options, format, history."""
+        probe = [Message("system", "s"), Message("user", "u")]
+        delta = self._delta_pieces([self.format.observation("o", ToolCall("execute_bash", {}))])
+        known = [self.format.name, self.history, self._prompt_pieces(probe, ()), delta, sorted(self._options)]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
     def drift(self, trajectory: Trajectory) -> int:
         """How many turns of an exact trajectory do not decode from its sampled ids to their recorded text: 0."""

@@ -128,6 +128,7 @@ class _Answer:
     error: str | None = None
     failed: bool = False
     stop: StopReason | None = None
+    reward: float = 0.0
 
     @classmethod
     def refused(cls, error: str) -> _Answer:
@@ -238,6 +239,7 @@ class _Episode:
             observation=answer.observation,
             error=answer.error,
             step_seconds=anyio.current_time() - generated,
+            reward=answer.reward,
         )
         if answer.stop is None:
             self.context.observe(text, ids, answer.results, completion)
@@ -313,14 +315,15 @@ class _Episode:
             answers.append(await self._run(call, deadline))
             if answers[-1].stop is not None:
                 break
-        return replace(answers[-1], results=tuple(result for answer in answers for result in answer.results))
+        results = tuple(result for answer in answers for result in answer.results)
+        return replace(answers[-1], results=results, reward=sum(answer.reward for answer in answers))
 
     async def _run(self, call: ToolCall, deadline: float) -> _Answer:
         """One call on the environment, and whether the policy repeats itself."""
         step = await self._step(call, deadline)
         self._count("tool_calls")
         failed = bool(step.info.get("failed"))
-        answer = _Answer(((step.observation, call),), failed=failed, stop=_env_stop(step))
+        answer = _Answer(((step.observation, call),), failed=failed, stop=_env_stop(step), reward=float(step.reward))
         return self._judge(answer, call)
 
     async def _step(self, call: ToolCall, deadline: float) -> Step:

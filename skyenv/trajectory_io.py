@@ -179,6 +179,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
         "policy_version": turn.policy_version,
         "generate_seconds": turn.generate_seconds,
         "step_seconds": turn.step_seconds,
+        "reward": turn.reward,
     }
 
 

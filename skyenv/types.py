@@ -271,7 +271,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation and what it led to: readable record beside the exact ids in the segments."""
+    """One generation and what it led to: readable record beside the exact ids in the segments.
+
+    `reward` is the sum of what the environment's steps gave; the reward of its evaluation is the trajectory's.
+    """
 
     text: str
     calls: tuple[ToolCall, ...]
@@ -281,6 +284,7 @@ class Turn:
     generate_seconds: float
     step_seconds: float
     error: str | None = None
+    reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

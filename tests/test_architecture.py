@@ -27,6 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "skyenv.context": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.history"},
     "skyenv.tools": CORE | {"skyenv.tools", "skyenv.plugins"},
     "skyenv.rewards": CORE,
+    "skyenv.samples": CORE,
     "skyenv.stuck": CORE,
     "skyenv.engines": CORE | {"skyenv.engines", "skyenv.renderer"},
     "skyenv.trajectory_io": CORE,
@@ -39,6 +40,7 @@ LAYERS: dict[str, set[str]] = {
     "skyenv.rollout": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.stuck", "skyenv.context", "skyenv.history"},
     "skyenv.vector": CORE
     | {"skyenv.vector", "skyenv.rollout", "skyenv.renderer", "skyenv.rewards", "skyenv.portal", "skyenv.stuck"},
+    "skyenv.recorder": CORE | {"skyenv.recorder", "skyenv.renderer", "skyenv.formats", "skyenv.remote.listen"},
     "skyenv": {"skyenv"},
     "sky_trainer": {"skyenv", "sky_trainer"},
 }

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sky_trainer.batch import RowRules, columns, rows_from, summary
+from sky_trainer.batch import columns, summary
 from skyenv.errors import ConfigError, SkyEnvError
+from skyenv.samples import RowRules, rows_from
 from skyenv.types import Failure, Segment, StopReason, Trajectory, TrajectoryGroup
 
 VOCAB, EOS = 50, 1
@@ -51,17 +52,17 @@ def test_rows_are_whole_and_unchanged(batch: list[list[Trajectory]]) -> None:
     for row, trajectory in zip(rows, every, strict=True):
         assert row.prompt_ids
         assert row.completion_ids
-        assert len(row.completion_ids) == len(row.logprobs) == len(row.env_mask)
+        assert len(row.completion_ids) == len(row.logprobs) == len(row.loss_mask)
         if trajectory.failure is not None:
-            assert (row.completion_ids, row.logprobs, row.env_mask, row.reward) == ([EOS], [0.0], [0], None)
+            assert (row.completion_ids, row.logprobs, row.loss_mask, row.reward) == ([EOS], [0.0], [0], None)
             assert row.status == "EngineError"
             continue
         segment, length = trajectory.segments[0], len(row.prompt_ids) + len(row.completion_ids)
         assert row.prompt_ids + row.completion_ids == segment.token_ids[:length]
-        assert [0] * len(row.prompt_ids) + row.env_mask == segment.loss_mask[:length]
+        assert [0] * len(row.prompt_ids) + row.loss_mask == segment.loss_mask[:length]
         assert row.logprobs == segment.logprobs[len(row.prompt_ids) : length]
-        assert sum(row.env_mask) == trajectory.sampled_tokens  # nothing sampled is lost
-        assert row.env_mask[0] == row.env_mask[-1] == 1
+        assert sum(row.loss_mask) == trajectory.sampled_tokens  # nothing sampled is lost
+        assert row.loss_mask[0] == row.loss_mask[-1] == 1
 
 
 def one(trajectory: Trajectory, rules: RowRules = RULES) -> Any:
@@ -77,7 +78,7 @@ def played(reward: float | None = 1.0) -> Trajectory:
 
 def test_masked_samples_are_neutral_but_keep_their_prompt() -> None:
     row = one(played(reward=None))
-    assert (row.prompt_ids, row.completion_ids, row.env_mask, row.reward) == ([2, 3], [EOS], [0], None)
+    assert (row.prompt_ids, row.completion_ids, row.loss_mask, row.reward) == ([2, 3], [EOS], [0], None)
 
 
 def test_retokenised_text_never_trains() -> None:
@@ -113,7 +114,7 @@ def test_rewards_are_numbers(reward: float) -> None:
 def test_several_segments_are_refused_or_the_last_is_kept() -> None:
     trajectory = played()
     trajectory.segments.append(Segment([5, 6, 7], [0, 1, 1], [0.0, -1.0, -2.0]))
-    with pytest.raises(ConfigError, match=r"has 2 segments.*rollout\.segments to last"):
+    with pytest.raises(ConfigError, match=r"has 2 segments.*rollout\.rows to segment"):
         one(trajectory)
     row = one(trajectory, RowRules(EOS, VOCAB, "last"))
     assert (row.prompt_ids, row.completion_ids) == ([5], [6, 7])

@@ -34,7 +34,7 @@ from skyenv.types import Message
         ({"rollout": 3}, "rollout is a section"),
         ({"rollout": {"temperature": "hot"}}, "rollout.temperature is 'hot'; write a number"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature is 0.0; training needs a positive one"),
-        ({"rollout": {"segments": "all"}}, "must be one of refuse, last"),
+        ({"rollout": {"rows": "all"}}, "must be one of trajectory, last, segment, turn"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size is 1; it must be at least 2"),
         ({"rollout": {"stop_policy": {"stuk": "mask"}}}, "unknown reason 'stuk'"),
         ({"rollout": {"stop_policy": {"stuck": "hide"}}}, "stop_policy.stuck: 'hide'"),
@@ -74,7 +74,7 @@ from skyenv.types import Message
         ({"rollout": {"history": "strip"}}, "rollout.history is strip, which makes several segments"),
         (
             {"rollout": {"condenser": "summarise"}},
-            "set rollout.segments to last, which trains",
+            "set rollout.rows to segment, which trains on all",
         ),
         ({"rollout": {"stop_policy": {"max_turns": -1}}}, "rollout.stop_policy.max_turns: -1 is not keep"),
         ({"rollout": {"stop_policy": {"engine_error": "zero"}}}, "rollout.stop_policy.engine_error: a failure"),
@@ -149,7 +149,7 @@ def test_any_values_are_taken_or_refused_by_name(data: dict[str, Any]) -> None:
 
 MEMORY = """
 rollout:
-  segments: last
+  rows: last
   history: strip
   template_options: {enable_thinking: false}
   condenser: skyenv.history:MaskObservations

@@ -107,11 +107,11 @@ def test_failed_row_is_out_of_the_baseline_and_has_no_gradient(player: Player, m
     rewards = [[1.0, 0.0, None, 0.0], [1.0, 0.0, 1.0, 0.0]]
     player.reward = lambda group, sample: rewards[group][sample]
     trainer = make_trainer(player)
-    inputs, batch = score(trainer)
+    _, batch = score(trainer)
     third = 1 / 3
     assert batch["advantages"].tolist() == pytest.approx([2 * third, -third, 0, -third, 0.5, -0.5, 0.5, -0.5])
     assert batch["tool_mask"][2].mul(batch["completion_mask"][2]).sum() == 0
-    assert inputs[2]["status"] == "SandboxLost"
+    assert trainer._batch.rows[2].status == "SandboxLost"
     full = gradient(trainer, batch)
     without = {k: v[[0, 1, 3, 4, 5, 6, 7]] if torch.is_tensor(v) and v.dim() else v for k, v in batch.items()}
     assert full.abs().max() > 0
@@ -198,7 +198,7 @@ def test_broken_rows_never_reach_trl(player: Player, make_trainer: MakeTrainer, 
 
 def test_missing_rows_are_an_error(player: Player, make_trainer: MakeTrainer) -> None:
     player.edit = lambda groups: groups[0].trajectories.pop()
-    with pytest.raises(SkyEnvError, match="7 rows for 8 prompts"):
+    with pytest.raises(SkyEnvError, match="7 trajectories for 8 prompts"):
         score(make_trainer(player))
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sky_trainer.cli import main
-from sky_trainer.rows import rows_of, turns_of
+from sky_trainer.rows import rows_of
+from skyenv.samples import turns_of
 from skyenv.trajectory_io import append_trajectories, read_trajectories
 from skyenv.types import Failure, Message, Segment, StopReason, ToolCall, Trajectory, Turn
 
