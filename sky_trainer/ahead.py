@@ -91,13 +91,13 @@ class Ahead:
             raise SkyEnvError(str(played.error)) from played.error
         return played
 
-    async def extra(self, tasks: Sequence[Any], number: int) -> list[Trajectory]:
-        """Groups beside the plan, played now with the settings of batch `number`; they are counted from 0."""
-        batch = self.plan.batch(min(number, self.plan.length - 1))
+    async def more(self, number: int, tasks: Sequence[Any], group_size: int) -> list[Trajectory]:
+        """Groups beside the plan, played now with the settings of batch `number`."""
+        batch = self.plan.batch(number)
         self._extra += len(tasks)
         first = self.plan.length * self.plan.groups + self._extra - len(tasks)
         with self._counted():
-            return await self._drain(batch, tasks, range(first, first + len(tasks)))
+            return await self._drain(batch, tasks, range(first, first + len(tasks)), group_size)
 
     def busy_seconds(self) -> float:
         """How long rollouts were under way so far."""
@@ -124,7 +124,8 @@ class Ahead:
                 there = {trajectory.group_id for trajectory in played.found}
                 missing = {number: task for number, task in batch.groups() if number not in there}
                 if missing:
-                    played.found += await self._drain(batch, list(missing.values()), list(missing))
+                    found = await self._drain(batch, list(missing.values()), list(missing), self.group_size)
+                    played.found += found
         except SkyEnvError as error:
             played.error = error
         finally:
@@ -141,11 +142,13 @@ class Ahead:
         whole = [group for group in groups.values() if sorted(group) == list(range(self.group_size))]
         return [trajectory for group in whole for trajectory in group.values()]
 
-    async def _drain(self, batch: Batch, tasks: Sequence[Any], numbers: Sequence[int]) -> list[Trajectory]:
+    async def _drain(
+        self, batch: Batch, tasks: Sequence[Any], numbers: Sequence[int], group_size: int
+    ) -> list[Trajectory]:
         """Every sample of these tasks, whose groups have these numbers over the whole run."""
         found = []
         pipeline = self._pipelines[batch.stage.number]
-        async with pipeline.run(tasks, self.group_size, first_group=numbers[0]) as run:
+        async with pipeline.run(tasks, group_size, first_group=numbers[0]) as run:
             async for trajectory in run:
                 trajectory.group_id = numbers[trajectory.group_id - numbers[0]]
                 found.append(trajectory)

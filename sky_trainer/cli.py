@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from sky_trainer.commands import demo, doctor, evaluate, rollout, select, show, train
+from sky_trainer.commands import demo, doctor, evaluate, rollout, select, sft, show, timeline, train
 from sky_trainer.commands.output import print_error
 from skyenv.errors import ConfigError, SkyEnvError
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|torch)\.")
     arguments, rest = build_parser().parse_known_args(argv)
     try:
-        if rest and arguments.run not in (train.run, evaluate.run, rollout.run):
+        if rest and arguments.run not in (train.run, sft.run, evaluate.run, rollout.run):
             raise ConfigError(f"unknown argument {rest[0]!r}; see sky_trainer {arguments.command} --help")
         arguments.overrides = rest
         status: int = arguments.run(arguments)
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="sky_trainer", description="Train tool-using language models with GRPO in real sandboxes."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for module in (demo, train, evaluate, rollout, select, show, doctor):
+    for module in (demo, sft, train, evaluate, rollout, select, show, timeline, doctor):
         module.add(commands)
     return parser
 

@@ -18,6 +18,9 @@ import yaml
 
 from sky_trainer.advantages import AdvantageConfig
 from sky_trainer.files import write_text
+from sky_trainer.filters import FilterConfig
+from sky_trainer.sections.lora import LoraConfig, check_lora
+from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, plain, read_yaml, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
@@ -180,7 +183,10 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -304,6 +310,13 @@ def _check_training(config: Config) -> None:
         raise ConfigError(
             f"rollout.format is {rollout.format}, whose calls a server reports beside the text; training needs one"
             " written as text, such as hermes"
+        )
+    check_lora(config.lora)
+    check_least({"filter.rounds": (config.filter.rounds, 0)})
+    if rollout.rows in ("segment", "turn") and config.grpo.get("use_adaptive_entropy"):
+        raise ConfigError(
+            "grpo.use_adaptive_entropy measures micro-batches of equal rows; with rollout.rows segment or turn set"
+            " grpo.entropy_coef instead"
         )
     _check_segments(rollout)
 

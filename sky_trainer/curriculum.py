@@ -47,7 +47,7 @@ class Plan:
 
     def __init__(self, stages: Sequence[Stage], groups: int, seed: int, length: int) -> None:
         self.stages, self.groups, self.length = tuple(stages), groups, length
-        self._seed = seed
+        self.seed = seed
         self._batches: dict[int, Batch] = {batch.number: batch for batch in self._all()}
         self.tasks = one_of_each(task for stage in stages for task in stage.tasks)
 
@@ -76,7 +76,7 @@ class Plan:
         while True:
             tasks = list(stage.tasks)
             if stage.shuffle:
-                random.Random(f"{self._seed} {stage.number} {around}").shuffle(tasks)
+                random.Random(f"{self.seed} {stage.number} {around}").shuffle(tasks)
             yield from tasks
             around += 1
 

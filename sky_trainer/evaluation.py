@@ -20,6 +20,7 @@ import skyenv
 from sky_trainer.assembly import make_format, make_pipeline, make_renderer, with_scripts
 from sky_trainer.config import EnvConfig, RolloutConfig, SandboxConfig
 from sky_trainer.evaluated import append_sample, read_samples
+from sky_trainer.metering import Metering
 from sky_trainer.policies import empty_script, gold_script, read_scripts
 from skyenv.core import Engine, SandboxProvider
 from skyenv.engines.openai import OpenAIEngine
@@ -29,6 +30,7 @@ from skyenv.errors import ConfigError
 from skyenv.formats import NativeFormat
 from skyenv.renderer import ByteTokenizer, Renderer
 from skyenv.types import Trajectory
+from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 
 PolicyName = Literal["gold", "empty", "scripted", "openai", "hf"]
@@ -79,10 +81,13 @@ class EvalPlan:
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
-async def evaluate(plan: EvalPlan, on_trajectory: Callable[[Trajectory], None]) -> list[Trajectory]:
+async def evaluate(
+    plan: EvalPlan, on_trajectory: Callable[[Trajectory], None], metering: Metering | None = None
+) -> list[Trajectory]:
     """Run what `plan.out` does not hold yet and return every sample, in the order of tasks and samples.
 
-    `on_trajectory` hears of each sample as it ends. Raises SkyEnvError when too much fails.
+    `on_trajectory` hears of each sample as it ends, `metering` counts what is run. Raises SkyEnvError
+    when too much fails.
     """
     done = await anyio.to_thread.run_sync(kept_samples, plan)
     every = {(sample.task_id, sample.sample_index): sample for sample in done}
@@ -90,7 +95,9 @@ async def evaluate(plan: EvalPlan, on_trajectory: Callable[[Trajectory], None]) 
     if work:
         async with AsyncExitStack() as stack:
             provider = await stack.enter_async_context(skyenv.connect(plan.sandbox.url, plan.sandbox.token))
-            pipeline = await _open_pipeline(plan, provider, stack)
+            metering = metering or Metering(None)
+            await stack.enter_async_context(metering.opened())
+            pipeline = await _open_pipeline(plan, provider, stack, metering.meter)
             for samples, tasks in work:
                 run = await stack.enter_async_context(pipeline.run(tasks, len(samples)))
                 async for trajectory in run:
@@ -99,6 +106,7 @@ async def evaluate(plan: EvalPlan, on_trajectory: Callable[[Trajectory], None]) 
                     on_trajectory(sample)
                     if plan.out is not None:
                         await anyio.to_thread.run_sync(append_sample, plan.out, sample, plan.mark)
+                    await metering.trajectory_ended()
     order = {task.task_id: place for place, task in enumerate(plan.tasks)}
     return sorted(every.values(), key=lambda sample: (order[sample.task_id], sample.sample_index))
 
@@ -124,7 +132,9 @@ def missing_samples(
     return list(work.items())
 
 
-async def _open_pipeline(plan: EvalPlan, provider: SandboxProvider, stack: AsyncExitStack) -> RolloutPipeline:
+async def _open_pipeline(
+    plan: EvalPlan, provider: SandboxProvider, stack: AsyncExitStack, meter: Meter
+) -> RolloutPipeline:
     policy, rollout = plan.policy, plan.rollout
     engine: Engine
     native = isinstance(make_format(rollout), NativeFormat)
@@ -145,7 +155,7 @@ async def _open_pipeline(plan: EvalPlan, provider: SandboxProvider, stack: Async
         rollout = with_scripts(rollout)
         renderer = Renderer(ByteTokenizer(), make_format(rollout))
         engine = ScriptedEngine(renderer, await _scripts(plan, provider, renderer))
-    return make_pipeline(engine, renderer, provider, plan.tasks, plan.env, rollout)
+    return make_pipeline(engine, renderer, provider, plan.tasks, plan.env, rollout, meter=meter)
 
 
 async def _scripts(plan: EvalPlan, provider: SandboxProvider, renderer: Renderer) -> Mapping[str, Script]:

@@ -20,8 +20,7 @@ from skyenv.envs.swe.tasks import Fix, SweTask
 from skyenv.envs.swe.validation import reference_patch
 from skyenv.errors import ConfigError
 from skyenv.formats.contract import Format
-from skyenv.renderer import Renderer
-from skyenv.types import Segment, ToolCall, ToolSpec, Trajectory
+from skyenv.types import ToolCall, ToolSpec, Trajectory
 
 FINISH = ToolCall("finish", {})
 CHUNK = 60_000
@@ -77,19 +76,6 @@ def corpus(trajectories: Iterable[Trajectory], tools: Sequence[ToolSpec], format
         texts += [system.content + described, *(message.content for message in others)]
         texts += [text for turn in trajectory.turns for text in (turn.text, turn.observation)]
     return texts
-
-
-def replayed(trajectory: Trajectory, tools: Sequence[ToolSpec], renderer: Renderer) -> Segment:
-    """The ids of a recorded trajectory under another tokenizer, put together as a rollout does; logprobs are 0."""
-    segment = Segment()
-    segment.append_context(renderer.prompt(trajectory.prompt, tools))
-    for number, turn in enumerate(trajectory.turns):
-        ids = [*renderer.encode(turn.text), renderer.end_of_turn]
-        segment.append_sampled(ids, [0.0] * len(ids))
-        if number + 1 < len(trajectory.turns):
-            call = turn.calls[0] if turn.calls else None
-            segment.append_context(renderer.observation(turn.observation, call, completion_ids=ids))
-    return segment
 
 
 def read_scripts(path: Path, tasks: Sequence[SweTask], format: Format) -> dict[str, Script]:

@@ -63,9 +63,9 @@ class RunRecord:
         """Add one transcript, marked with the optimizer step whose batch it belongs to."""
         append_trajectories(self.run_dir / TRANSCRIPTS, [trajectory], step=step)
 
-    def batch(self, step: int, stage: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Record that the groups train from this step on: the tasks that are consumed, and a table of the rollouts."""
-        append_line(self.run_dir / TASKS, {"step": step, "stage": stage, "tasks": [group.task_id for group in groups]})
+    def batch(self, step: int, stage: int, tasks: Sequence[str], groups: Sequence[TrajectoryGroup]) -> None:
+        """Record what trains from this step on: the planned tasks, which are consumed, and a table of the rollouts."""
+        append_line(self.run_dir / TASKS, {"step": step, "stage": stage, "tasks": list(tasks)})
         rows = [_table_row(trajectory) for group in groups for trajectory in group.trajectories]
         for row in rows:
             append_line(self.run_dir / ROLLOUTS, {"step": step, **row})

@@ -20,6 +20,7 @@ from skyenv.types import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
     from sky_trainer.ahead import Ahead, Played
+    from sky_trainer.curriculum import Plan
     from skyenv.vector.pipeline import RolloutPipeline
 
 T = TypeVar("T")
@@ -37,35 +38,40 @@ class PlannedRollouts:
         self._left: tuple[float, float] | None = None
         self._numbers: dict[str, float] = {}
 
-    def collect(self, tasks: Sequence[Any], group_size: int) -> list[TrajectoryGroup]:
-        """The plan's next batch, or groups beside the plan when that one has other tasks.
+    @property
+    def plan(self) -> Plan:
+        """What is played."""
+        return self._ahead.plan
 
-        Groups are in the order of `tasks`, siblings by sample index. Raises SkyEnvError when rollouts ended, or a
-        sample did not come back exactly once.
+    def collect(self, tasks: Sequence[Any], group_size: int) -> list[TrajectoryGroup]:
+        """The plan's next batch: groups in the order of `tasks`, which must be its own, siblings by sample index.
+
+        Raises SkyEnvError when rollouts ended, or a sample did not come back exactly once.
         """
-        plan, number = self._ahead.plan, self.upcoming
-        if number >= plan.length or [t.task_id for t in tasks] != [t.task_id for t in plan.batch(number).tasks]:
-            found = call(self._portal, self._ahead.extra, tasks, number)
-            return grouped(found, len(tasks), group_size, min(trajectory.group_id for trajectory in found))
+        number = self.upcoming
+        batch = self.plan.batch(number)
+        if [task.task_id for task in tasks] != [task.task_id for task in batch.tasks]:
+            raise SkyEnvError(f"the trainer asks for other tasks than the plan has for batch {number}")
         self.upcoming = number + 1
         asked, busy = time.monotonic(), self._portal.call(self._ahead.busy_seconds)
         played = call(self._portal, self._ahead.take, number)
-        groups = grouped(played.found, len(tasks), group_size, plan.batch(number).groups()[0][0])
+        groups = grouped(played.found, len(tasks), group_size, batch.groups()[0][0])
         self._count(number, played, asked, busy)
         return groups
+
+    def more(self, tasks: Sequence[Any], group_size: int) -> list[TrajectoryGroup]:
+        """Groups beside the plan, with the settings of the last batch."""
+        found = call(self._portal, self._ahead.more, max(0, self.upcoming - 1), tasks, group_size)
+        return grouped(found, len(tasks), group_size, min(trajectory.group_id for trajectory in found))
 
     def numbers(self) -> dict[str, float]:
         """What is to be said of the last batch: its stage, its staleness, what was hidden behind training."""
         return dict(self._numbers)
 
-    def stage_of(self, number: int) -> int:
-        """The stage that a batch belongs to, from 1."""
-        return self._ahead.plan.batch(number).stage.number + 1
-
     def _count(self, number: int, played: Played, asked: float, busy: float) -> None:
         now = time.monotonic()
         self._numbers = {
-            "curriculum/stage": float(self.stage_of(number)),
+            "curriculum/stage": float(self.plan.batch(number).stage.number + 1),
             "rollout/replayed": float(played.replayed),
             "overlap/wait_seconds": now - asked,
             **staleness(played.found, self._version()),

@@ -40,6 +40,7 @@ from sky_trainer.record import (
     stored_trajectories,
 )
 from sky_trainer.rollouts import PlannedRollouts, opened
+from sky_trainer.sections.lora import with_adapters
 from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
 from sky_trainer.watch import Watch
@@ -103,6 +104,7 @@ def train(config: Config, display: Display) -> Outcome:
         portal = stack.enter_context(start_blocking_portal())
         provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
         model, tokenizer = starting_policy(config, plan.tasks, Sandboxes(portal, provider), display)
+        model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
         engine, weights = sampler(config, model, renderer, portal, stack)
         record = RunRecord(config.run_dir, first_step, display.step)
@@ -129,7 +131,7 @@ def train(config: Config, display: Display) -> Outcome:
         evaluation = None
         if config.evaluation.every:
             evaluation = InLoop(config.evaluation, evaluated, making.evaluation(evaluated), portal, record)
-        watch = Watch(record, display, rollouts, serves, evaluation)
+        watch = Watch(record, display, rollouts, evaluation, config.filter, serves)
         trainer = grpo.SkyGRPOTrainer(
             model,
             args=args,
@@ -140,6 +142,7 @@ def train(config: Config, display: Display) -> Outcome:
             processing_class=tokenizer,
             rows=config.rollout.rows,
             advantage=config.advantage,
+            filters=config.filter,
             on_numbers=watch.numbers,
             evaluation=evaluation,
         )

@@ -14,6 +14,7 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from skyenv.types import Trajectory
+from skyenv.vector.metrics import one_of, pass_sizes
 
 Z = 1.959964
 STAGES = ("init", "run", "eval")
@@ -37,7 +38,7 @@ def scores(trajectories: Sequence[Trajectory], samples: int) -> dict[str, Any]:
         "sampled_tokens": _spread([t.sampled_tokens for t in trajectories]),
         "seconds": {stage: _spread([t.seconds.get(stage, 0.0) for t in trajectories]) for stage in STAGES},
     }
-    for k in _ks(samples):
+    for k in pass_sizes(samples) if samples > 1 else ():  # one sample's pass@1 is the resolved rate
         result[f"pass@{k}"] = pass_at(solved, k)
     return result
 
@@ -69,14 +70,8 @@ def interval(solved: Mapping[str, tuple[int, int]]) -> tuple[float, float]:
 
 def pass_at(solved: Mapping[str, tuple[int, int]], k: int) -> float:
     """Chance that at least one of `k` samples resolves a task; tasks with fewer samples are left out."""
-    chances = [1 - math.comb(of - count, k) / math.comb(of, k) for count, of in solved.values() if of >= k]
+    chances = [one_of(of, count, k) for count, of in solved.values() if of >= k]
     return fmean(chances) if chances else 0.0
-
-
-def _ks(samples: int) -> list[int]:
-    """1, 2, 4, ... and `samples` itself; nothing for a single sample, whose pass@1 is the resolved rate."""
-    powers = [1 << n for n in range(samples.bit_length()) if 1 << n < samples]
-    return [*powers, samples] if samples > 1 else []
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

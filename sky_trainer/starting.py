@@ -16,8 +16,9 @@ import skyenv
 from sky_trainer.assembly import make_format, make_pipeline, make_renderer, with_scripts
 from sky_trainer.config import Config
 from sky_trainer.display import Display
+from sky_trainer.lessons import replayed
 from sky_trainer.models import load_model, load_tokenizer
-from sky_trainer.policies import corpus, expert_scripts, replayed
+from sky_trainer.policies import corpus, expert_scripts
 from sky_trainer.rollouts import Rollouts
 from sky_trainer.tiny import make_model, make_tokenizer
 from sky_trainer.warm_start import supervise
@@ -116,10 +117,11 @@ def warm_up(
         f" task are shown {settings.expert_rate:.0%} of the time"
     )
     renderer = make_renderer(tokenizer, config.rollout)
+    replays = [replayed(trajectory, tools, renderer) for trajectory, _ in experts]
     loss = supervise(
         model,
-        [replayed(trajectory, tools, renderer) for trajectory, _ in experts],
-        [weight for _, weight in experts],
+        [segment for played in replays for segment in played],
+        [weight for played, (_, weight) in zip(replays, experts, strict=True) for _ in played],
         settings,
         pad_id=tokenizer.pad_token_id,
         seed=config.seed,

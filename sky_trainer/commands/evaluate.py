@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import anyio
 
 from sky_trainer.assembly import choose_tasks
-from sky_trainer.commands.output import print_json, print_line
+from sky_trainer.commands.output import make_console, print_json, print_line
 from sky_trainer.config import SandboxConfig, TasksConfig, from_mapping
 from sky_trainer.evaluated import write_predictions
 from sky_trainer.evaluation import POLICIES, EvalPlan, Policy, evaluate, kept_samples
+from sky_trainer.metering import Metering
+from sky_trainer.readings import one_line, stage_table
 from sky_trainer.scores import scores
+from sky_trainer.sections.metrics import MetricsConfig
 from sky_trainer.settings import with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
@@ -71,6 +75,14 @@ def add_parser(
         "--out", type=Path, help="file for the transcripts, one JSON object a line; the same evaluation goes on from it"
     )
     parser.add_argument("--fresh", action="store_true", help="run every sample again, whatever --out holds")
+    parser.add_argument(
+        "--metrics", type=Path, metavar="DIR", help="keep metrics.jsonl and timeline.jsonl there, see `timeline`"
+    )
+    parser.add_argument("--tensorboard", action="store_true", help="also write the numbers there for TensorBoard")
+    parser.add_argument("--prometheus-port", type=int, metavar="PORT", help="serve the numbers there, on loopback")
+    parser.add_argument(
+        "--engine-slots", type=int, metavar="N", help="requests that the engine serves at once, if known"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     return parser
 
@@ -98,12 +110,37 @@ def roll_out(arguments: argparse.Namespace) -> tuple[EvalPlan, list[Trajectory]]
     if ended:
         print_line(f"{ended:4}/{total} samples are in {plan.out} already")
 
+    metering = make_metering(arguments)
+
     def on_trajectory(trajectory: Trajectory) -> None:
         nonlocal ended
         ended += 1
         print_line(f"{ended:4}/{total} {trajectory.task_id:40} {describe(trajectory)}")
 
-    return plan, anyio.run(evaluate, plan, on_trajectory)
+    async def play() -> tuple[list[Trajectory], dict[str, float]]:
+        return await evaluate(plan, on_trajectory, metering), metering.meter.numbers()
+
+    trajectories, numbers = anyio.run(play)
+    if numbers:
+        tell(numbers)
+    return plan, trajectories
+
+
+def make_metering(arguments: argparse.Namespace) -> Metering:
+    """Where the numbers go, by the options. Raises ConfigError."""
+    if arguments.tensorboard and arguments.metrics is None:
+        raise ConfigError("--tensorboard needs --metrics, the directory to write to")
+    config = MetricsConfig(arguments.prometheus_port, engine_slots=arguments.engine_slots)
+    return Metering(arguments.metrics, config, rows=True, board=arguments.tensorboard)
+
+
+def tell(numbers: Mapping[str, float]) -> None:
+    """The pipeline's numbers: a table on a terminal, else a line."""
+    console = make_console()
+    if console.is_terminal:
+        console.print(stage_table(numbers))
+    else:
+        print_line(one_line(numbers))
 
 
 def report(result: dict[str, Any], total: int, as_json: bool) -> None:

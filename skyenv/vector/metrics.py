@@ -333,7 +333,7 @@ def _lifeline(item: Item, trajectory: Trajectory, origin: float) -> Lifeline:
     )
 
 
-def pass_at(samples: int, solved: int, k: int) -> float:
+def one_of(samples: int, solved: int, k: int) -> float:
     """The unbiased estimate of Chen et al. 2021 of the chance that one of `k` samples solves a task."""
     return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
 
@@ -348,7 +348,7 @@ def passes(groups: Counter[tuple[int, int]]) -> dict[str, float]:
     most = max((samples for samples, _solved in groups), default=0)
     found = {}
     for k in pass_sizes(most) if most else ():
-        chances = [pass_at(n, c, k) for (n, c), times in groups.items() if n >= k for _ in range(times)]
+        chances = [one_of(n, c, k) for (n, c), times in groups.items() if n >= k for _ in range(times)]
         found[f"pass@{k}"] = fmean(chances)
     return found
 

@@ -164,8 +164,9 @@ class Board:
 
     def enter(self, item: Item, state: State) -> None:
         """Move the item to another state; the time in the old one is added to `item.seconds`."""
-        self._leave_state(item, state)
-        self._states[state] += 1
+        if state != item.state:  # it waits for init from its admission on
+            self._leave_state(item, state)
+            self._states[state] += 1
         item.state, item.stage, item.told = state, STAGE_OF.get(state, item.stage), False
         if state != "close":  # cleanup must not depend on a caller's function
             self._tell("stage", item)

@@ -17,7 +17,8 @@ from sky_trainer.assembly import choose_tasks, make_format, make_renderer
 from sky_trainer.commands.demo import recipe
 from sky_trainer.config import Config, WarmStartConfig, load
 from sky_trainer.display import Display, sparkline
-from sky_trainer.policies import corpus, replayed
+from sky_trainer.lessons import replayed
+from sky_trainer.policies import corpus
 from sky_trainer.rollouts import opened
 from sky_trainer.starting import Sandboxes, play_experts
 from sky_trainer.warm_start import batch_loss, supervise
@@ -50,7 +51,7 @@ def test_experts_are_graded_and_weighted(config: Config, experts: list[tuple[Tra
 def test_a_replay_is_what_the_rollout_made(config: Config, experts: list[tuple[Trajectory, float]]) -> None:
     renderer = make_renderer(ByteTokenizer(), config.rollout)
     for trajectory, _ in experts:
-        again, (played,) = replayed(trajectory, tools(config), renderer), trajectory.segments
+        (again,), (played,) = replayed(trajectory, tools(config), renderer), trajectory.segments
         assert (again.token_ids, again.loss_mask) == (played.token_ids, played.loss_mask)
 
 
@@ -58,7 +59,7 @@ def test_the_tokenizer_learns_the_boilerplate(config: Config, experts: list[tupl
     texts = corpus((trajectory for trajectory, _ in experts), tools(config), make_format(config.rollout))
     tokenizer = tiny.make_tokenizer(texts, 1200)
     renderer = make_renderer(tokenizer, config.rollout)
-    segment = replayed(experts[0][0], tools(config), renderer)
+    (segment,) = replayed(experts[0][0], tools(config), renderer)
     assert renderer.drift(Trajectory("t", segments=[segment], turns=experts[0][0].turns)) == 0
     assert len(segment.token_ids) < len(experts[0][0].segments[0].token_ids) / 4
 
