@@ -19,6 +19,7 @@ import yaml
 from sky_trainer.advantages import AdvantageConfig
 from sky_trainer.files import write_text
 from sky_trainer.filters import FilterConfig
+from sky_trainer.sections.engine import EngineConfig, check_engine
 from sky_trainer.sections.lora import LoraConfig, check_lora
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, plain, read_yaml, with_overrides
@@ -180,6 +181,7 @@ class Config:
     stages: tuple[StageConfig, ...] = ()
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -219,8 +221,10 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     if config.stages and "steps" not in data:
         config = dataclasses.replace(config, steps=sum(stage.steps for stage in config.stages))
     _check_rollout(config.rollout)
+    check_engine(config.engine)
     if training:
         _check_curriculum(config)
+        _check_staleness(config)
         _check_training(config)
         _check_evaluation(config)
     return config
@@ -238,9 +242,9 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML, without the sandbox token."""
+    """Write the resolved config as YAML, without tokens."""
     data = to_mapping(config)
-    data["sandbox"]["token"] = None
+    data["sandbox"]["token"] = data["engine"]["token"] = None
     write_text(path, yaml.safe_dump(data, sort_keys=False))
 
 
@@ -332,6 +336,14 @@ def _check_curriculum(config: Config) -> None:
         raise ConfigError("tasks: every stage names its own; move it below stages, or leave stages out")
     if config.steps > total:
         raise ConfigError(f"steps is {config.steps}, but the stages have {total} in all; raise theirs or leave it out")
+
+
+def _check_staleness(config: Config) -> None:
+    if config.staleness and config.engine.sync == "shared":
+        raise ConfigError(
+            f"engine.sync is shared, but staleness is {config.staleness}: rollouts would sample from weights that the"
+            " trainer is changing; leave engine.sync at auto"
+        )
 
 
 def _check_evaluation(config: Config) -> None:

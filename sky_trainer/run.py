@@ -8,7 +8,6 @@ checkpoint from which the run goes on.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import shutil
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anyio.from_thread import BlockingPortal, start_blocking_portal
+from anyio.from_thread import start_blocking_portal
 
 import skyenv
 from sky_trainer import config as configuration
@@ -28,9 +27,9 @@ from sky_trainer.assembly import choose_tasks, make_pipeline, make_renderer, mak
 from sky_trainer.config import Config, RolloutConfig, limited
 from sky_trainer.curriculum import Plan, Stage, make_plan
 from sky_trainer.display import Display
-from sky_trainer.engines import HFEngine
 from sky_trainer.files import PARTIAL, partial_of, publish, remove
 from sky_trainer.in_loop import InLoop
+from sky_trainer.opening import opened_engine
 from sky_trainer.record import (
     RunRecord,
     consumed_tasks,
@@ -44,8 +43,7 @@ from sky_trainer.sections.lora import with_adapters
 from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
 from sky_trainer.watch import Watch
-from sky_trainer.weights import CopiedWeights, SharedWeights, WeightSync
-from skyenv.core import SandboxProvider
+from skyenv.core import Engine, SandboxProvider
 from skyenv.envs.swe.records import require_records
 from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import ConfigError
@@ -57,7 +55,7 @@ from skyenv.vector.progress import OnEvent, PipelineEvent
 
 CONFIG, FINAL = "config.yaml", "final"
 MAY_CHANGE = (
-    *("steps", "save_every", "resume", "staleness", "cpu_threads", "evaluation.", "sandbox."),
+    *("steps", "save_every", "resume", "staleness", "cpu_threads", "evaluation.", "engine.", "sandbox."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
 )
 """What a resumed run may be given anew: how it runs, not what it trains."""
@@ -106,7 +104,7 @@ def train(config: Config, display: Display) -> Outcome:
         model, tokenizer = starting_policy(config, plan.tasks, Sandboxes(portal, provider), display)
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
-        engine, weights = sampler(config, model, renderer, portal, stack)
+        engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
         making = Making(config, engine, renderer, provider, Stages(make_widths(config.rollout)), show(display))
@@ -157,7 +155,7 @@ class Making:
     """Makes the pipelines of a run; they share engine, sandboxes and slots."""
 
     config: Config
-    engine: HFEngine
+    engine: Engine
     renderer: Renderer
     provider: SandboxProvider
     stages: Stages
@@ -180,19 +178,6 @@ class Making:
         if settings.temperature is not None:
             rollout = dataclasses.replace(rollout, temperature=settings.temperature)
         return self.pipeline(tasks, rollout)
-
-
-def sampler(
-    config: Config, model: Any, renderer: Renderer, portal: BlockingPortal, stack: ExitStack
-) -> tuple[HFEngine, WeightSync]:
-    """The engine that rollouts sample from and what brings the trainer's weights to it.
-
-    Without staleness nothing samples while the trainer steps, and both hold one module; else the engine has a copy.
-    """
-    module = copy.deepcopy(model) if config.staleness else model
-    engine = HFEngine(module, renderer.decode, renderer.stop_token_ids, seed=config.seed)
-    stack.enter_context(opened(portal, engine))
-    return engine, CopiedWeights(portal, engine, model) if config.staleness else SharedWeights(engine)
 
 
 def check_consumed(run_dir: Path, plan: Plan, first_step: int, serves: int) -> None:
