@@ -23,7 +23,6 @@ from sky_trainer.sections.ray import RayConfig
 from sky_trainer.sharding import worker_spec
 from sky_trainer.supervise import LOGS, EngineServers, Launched, server_specs
 from skyenv.errors import ConfigError, EngineUnavailable, SkyEnvError
-from skyenv.vector.progress import OnEvent
 from skyenv.vector.ray import ray_pipeline
 from skyenv.vector.sharded import ShardedPipeline, ShardRules
 
@@ -77,12 +76,12 @@ class Cluster:
             _ray().wait([actor.stop.remote()], timeout=30.0)
             _ray().kill(actor)
 
-    def pipeline(self, config: Config, policy: str, on_event: OnEvent) -> ShardedPipeline:
+    def pipeline(self, config: Config, policy: str) -> ShardedPipeline:
         """Rollouts in the workers; open it on the portal. `config.engine` names the servers."""
         settings = config.ray
         options = _options(self.groups[WORKERS], settings.worker_cpus, 0.0, settings.worker_env, config)
         rules = ShardRules(shards=settings.workers, start_timeout=settings.start_timeout)
-        return ray_pipeline(worker_spec(config, policy), rules, options, on_event)
+        return ray_pipeline(worker_spec(config, policy), rules, options)
 
 
 class ServerActor:

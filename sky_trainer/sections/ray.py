@@ -33,7 +33,7 @@ class RayConfig:
     start_timeout: float = 600.0
 
 
-def check_ray(ray: RayConfig, *, remote_engine: bool) -> None:
+def check_ray(ray: RayConfig, *, remote_engine: bool, stages: int = 0) -> None:
     """Raise ConfigError naming the field and the fix."""
     check_least(
         {
@@ -50,4 +50,8 @@ def check_ray(ray: RayConfig, *, remote_engine: bool) -> None:
     if ray.workers and not remote_engine:
         raise ConfigError(
             "ray.workers roll out in processes of their own, but engine.kind is embedded; set it to vllm or sglang"
+        )
+    if ray.workers and stages:
+        raise ConfigError(
+            "ray.workers serve one set of tasks; run the stages one after another, or set ray.workers to 0"
         )

@@ -25,7 +25,7 @@ from skyenv.vector.dispatch import Announce, Cancel, Dispatcher, Job, Seat
 from skyenv.vector.progress import OnEvent, Progress
 from skyenv.vector.stopping import FailureThreshold
 from skyenv.vector.wire import Portion, Word
-from skyenv.vector.work import Request
+from skyenv.vector.work import Numbering, Request
 
 logger = logging.getLogger(__name__)
 
@@ -128,14 +128,21 @@ class ShardedPipeline:
             await self._background.stop()
 
     def run(
-        self, tasks: Iterable[Task | str], group_size: int = 8, *, enough: int | None = None, priority: int = 0
+        self,
+        tasks: Iterable[Task | str],
+        group_size: int = 8,
+        *,
+        enough: int | None = None,
+        priority: int = 0,
+        first_group: int = 0,
     ) -> ShardedRun:
         """As `skyenv.vector.pipeline.RolloutPipeline.run`, over the shards."""
         if group_size < 1:
             raise ConfigError("group_size: must be at least 1")
         if enough is not None and not 1 <= enough <= group_size:
             raise ConfigError(f"enough: must be from 1 to group_size ({group_size})")
-        return ShardedRun(self, Job(Request(tasks, group_size, enough, priority), self._on_event))
+        numbering = Numbering(first_group, tuple(range(group_size)))
+        return ShardedRun(self, Job(Request(tasks, group_size, enough, priority, numbering), self._on_event))
 
     @property
     def shards(self) -> tuple[str, ...]:
