@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,7 @@ from skyenv.errors import ConfigError, EngineUnavailable, SkyEnvError
 from skyenv.vector.ray import ray_pipeline
 from skyenv.vector.sharded import ShardedPipeline, ShardRules
 
-PASSED_ON = ("OPENAI_API_KEY", "HF_HOME", "HF_HUB_OFFLINE", "PYTHONPATH")
+PASSED_ON = ("HF_HOME", "HF_HUB_OFFLINE", "PYTHONPATH")
 RANKS, SERVERS, WORKERS = "ranks", "servers", "workers"
 
 
@@ -103,7 +104,7 @@ class ServerActor:
         python = sys.executable
         if launch.program == "engine":
             python = str(ensure_environment(Path(launch.environment), launch.install, launch.installer))
-        here = dataclasses.replace(launch, servers=1, gpus=(), host=_ray().util.get_node_ip_address())
+        here = dataclasses.replace(launch, servers=1, gpus=(), host=_address())
         self._servers = EngineServers(
             server_specs(dataclasses.replace(config, launch=here), model, python),
             (Path(launch.logs) if launch.logs else config.run_dir / LOGS) / str(number),
@@ -133,7 +134,7 @@ class RankActor:
 
     def address(self) -> tuple[str, int]:
         """Where ranks may meet this one."""
-        host = _ray().util.get_node_ip_address()
+        host = _address()
         with closing(socket.socket()) as listener:
             listener.bind((host, 0))
             return host, listener.getsockname()[1]
@@ -159,7 +160,8 @@ def launch_on_ray(config: Config, address: str) -> dict[str, Any]:
     Raises ConfigError when the cluster has no room within `ray.start_timeout`, and what the run raised.
     """
     ray = _ray()
-    ray.init(address=address, ignore_reinit_error=True)
+    ray.init(address=address)
+    config = _with_token(config)
     try:
         with ExitStack() as stack:
             groups = {
@@ -169,6 +171,12 @@ def launch_on_ray(config: Config, address: str) -> dict[str, Any]:
             return _train(config, groups)
     finally:
         ray.shutdown()
+
+
+def _with_token(config: Config) -> Config:
+    """Servers of a cluster can be reached by others: they ask for a token, one of this run if none is given."""
+    token = config.engine.token or os.environ.get("OPENAI_API_KEY") or secrets.token_urlsafe(32)
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, token=token))
 
 
 def _train(config: Config, groups: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,6 +285,13 @@ def _results(references: list[Any], timeout: float | None = None) -> list[Any]:
         raise SkyEnvError(f"no answer from the cluster within {timeout:g} s") from error
     except errors.RayError as error:
         raise SkyEnvError(f"a part of the run died: {type(error).__name__}: {error}") from error
+
+
+def _address() -> str:
+    """Of this node, as the cluster knows it."""
+    ray = _ray()
+    mine = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == mine)
 
 
 def _ray() -> Any:

@@ -201,7 +201,7 @@ def server_specs(config: Config, model: str, python: str) -> list[ServerSpec]:
     specs = []
     for number in range(launch.servers):
         devices = {"CUDA_VISIBLE_DEVICES": launch.gpus[number]} if launch.gpus else {}
-        token = {"OPENAI_API_KEY": engine.token} if engine.token else {}
+        token = {"OPENAI_API_KEY": engine.token, "VLLM_API_KEY": engine.token} if engine.token else {}
         specs.append(
             kind(
                 engine.kind,
