@@ -66,8 +66,9 @@ Path(sys.argv[1], f"rank{rank}.json").write_text(json.dumps({**found, "calls": c
 
 
 STEPS = """
-import sys
+import os, sys
 import torch
+import torch.multiprocessing
 from sky_trainer import grpo, tiny
 from sky_trainer.config import from_mapping
 from skyenv.types import Segment, StopReason, Trajectory, TrajectoryGroup
@@ -94,11 +95,8 @@ def collect(tasks, size):
         groups.append(TrajectoryGroup(task.task_id, g, members))
     return groups
 
-torch.set_num_threads(1)
-tokenizer = tiny.make_tokenizer(["word"], 300)
-found = {}
-for loss, rows in (("dapo", "trajectory"), ("dapo", "turn"), ("grpo", "turn"), ("dr_grpo", "segment")):
-    config = from_mapping({"out": sys.argv[1], "micro_batch": 2, "steps": 1,
+def step(loss, rows, out):
+    config = from_mapping({"out": out, "micro_batch": 2, "steps": 1,
         "rollout": {"group_size": 4, "groups_per_step": 2, "rows": rows, "max_context": 64, "max_tokens_per_turn": 8},
         "grpo": {"use_cpu": True, "optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "loss_type": loss,
                  "entropy_coef": 0.05, "save_strategy": "no"}})
@@ -107,27 +105,49 @@ for loss, rows in (("dapo", "trajectory"), ("dapo", "turn"), ("grpo", "turn"), (
     trainer = grpo.SkyGRPOTrainer(model, args=grpo.grpo_config(config), tasks=[Task("a"), Task("b")], collect=collect,
                                   weights=Weights(), processing_class=tokenizer, rows=rows)
     trainer.train()
-    found[loss, rows] = torch.cat([(p.detach() - before[name]).flatten() for name, p in model.named_parameters()])
-if trainer.accelerator.is_main_process:
-    torch.save(found, sys.argv[1] + "/steps.pt")
+    return torch.cat([(p.detach() - before[name]).flatten() for name, p in model.named_parameters()])
+
+def rank(number, ranks, port, out):
+    if ranks > 1:
+        os.environ.update(WORLD_SIZE=str(ranks), RANK=str(number), LOCAL_RANK=str(number),
+                          MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    cases = (("dapo", "trajectory"), ("dapo", "turn"), ("grpo", "turn"), ("dr_grpo", "segment"))
+    found = {case: step(*case, out) for case in cases}
+    if number == 0:
+        torch.save(found, f"{out}/steps{ranks}.pt")
+
+torch.set_num_threads(1)
+tokenizer = tiny.make_tokenizer(["word"], 300)
+if __name__ == "__main__":
+    fork = torch.multiprocessing.get_context("fork")  # libraries are imported once
+    both = [fork.Process(target=rank, args=(n, 2, sys.argv[2], sys.argv[1])) for n in range(2)]
+    for process in both:
+        process.start()
+    rank(0, 1, "", sys.argv[1])
+    for process in both:
+        process.join()
+    sys.exit(any(process.exitcode for process in both))
 """
 
 
-def start(script: Path, out: Path, ranks: int) -> list[subprocess.Popen[str]]:
-    """The script on so many ranks."""
+def free_port() -> str:
+    """One that nobody listens on now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        return str(free.getsockname()[1])
+
+
+def start(script: Path, out: Path) -> list[subprocess.Popen[str]]:
+    """The script on two ranks."""
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, str(script), str(out)],
-            env=alone if ranks == 1 else {**alone, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(ranks)
+        for rank in range(2)
     ]
 
 
@@ -141,7 +161,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> None:
 def test_two_ranks(tmp_path: Path) -> None:
     script = tmp_path / "both.py"
     script.write_text(SCRIPT)
-    finish(start(script, tmp_path, 2))
+    finish(start(script, tmp_path))
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert (first["calls"], second["calls"]) == ([["a", "b"]] * 2, [])
     assert first["ids"] == second["ids"] == [20, 21, 22, 23]
@@ -152,12 +172,10 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
-    found = []
-    for ranks in (1, 2):
-        out = tmp_path / str(ranks)
-        out.mkdir()
-        finish(start(script, out, ranks))
-        found.append(torch.load(out / "steps.pt"))
-    for case, alone in found[0].items():
-        assert alone.abs().max() > 1e-3, case
-        assert torch.allclose(alone, found[1][case], rtol=1e-3, atol=1e-6), case
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    words = [sys.executable, str(script), str(tmp_path), free_port()]
+    finish([subprocess.Popen(words, env={**alone, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)])
+    one, two = (torch.load(tmp_path / f"steps{ranks}.pt") for ranks in (1, 2))
+    for case, expected in one.items():
+        assert expected.abs().max() > 1e-3, case
+        assert torch.allclose(expected, two[case], rtol=1e-3, atol=1e-6), case
