@@ -158,7 +158,8 @@ class BroadcastDelivery:
 
     async def give(self, server: Server, version: int) -> None:
         """Broadcast while the server receives. What fails takes the group with it; the next time forms another."""
-        group, name = self._groups.pop(server.url, None) or await self._join(server)
+        formed = self._groups.pop(server.url) if server.url in self._groups else await self._join(server)
+        group, name = formed
         metas = [
             TensorMeta(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
             for name, value in self._weights.items()
@@ -169,7 +170,7 @@ class BroadcastDelivery:
             with boundary(EngineError, f"the weights could not be sent to {server.url}"):
                 await anyio.to_thread.run_sync(group.send, list(self._weights.values()), abandon_on_cancel=True)
         await server.control.finish_update(version)
-        self._groups[server.url] = group, name
+        self._groups[server.url] = formed
 
     async def _join(self, server: Server) -> tuple[Group, str]:
         """Form a group under a new name; both ends wait for each other."""
