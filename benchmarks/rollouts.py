@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import os
+import platform
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -128,7 +129,7 @@ async def compare(options: argparse.Namespace, used: Callable[[], float]) -> dic
     found: dict[str, Any] = {
         name: {key: spread([runs[name][key] for runs in rounds]) for key in rounds[0][name]} for name in wanted
     }
-    for name in wanted if "pipeline" in wanted else ():
+    for name in [name for name in wanted if name != "pipeline"] if "pipeline" in wanted else []:
         found[f"vs_{name}"] = spread([runs[name]["seconds"] / runs["pipeline"]["seconds"] for runs in rounds])
     return found
 
@@ -265,7 +266,8 @@ def main() -> None:
     with counted() as used:
         results = measure(options, used)
     if options.json:
-        report(results_as_rows(results), True)
+        machine = {"cpus": CORES, "load": os.getloadavg()[0], "kernel": platform.release()}
+        print(json.dumps({**results_as_rows(results), "machine": machine}))
 
 
 def measure(options: argparse.Namespace, used: Callable[[], float]) -> dict[str, Any]:
