@@ -84,12 +84,7 @@ def train(config: Config, display: Display) -> Outcome:
     prepare_libraries(config)
     args = grpo.grpo_config(config)
     check_ranks(config, args)
-    groups, serves = grpo.batch_shape(args)
-    if config.save_every % serves:
-        raise ConfigError(
-            f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple of it"
-        )
-    plan = make_plan(config, groups, serves)
+    plan, serves = planned(config, *grpo.batch_shape(args))
     if args.process_index:
         follow(config, args, plan, config.run_dir / FINAL)
         return outcome(config, started)
@@ -159,6 +154,15 @@ def train(config: Config, display: Display) -> Outcome:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.export(config.run_dir / FINAL)
     return outcome(config, started)
+
+
+def planned(config: Config, groups: int, serves: int) -> tuple[Plan, int]:
+    """What is played, in batches of so many groups that serve so many steps. ConfigError where checkpoints split one."""
+    if config.save_every % serves:
+        raise ConfigError(
+            f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple of it"
+        )
+    return make_plan(config, groups, serves), serves
 
 
 @dataclass(frozen=True, slots=True)
