@@ -227,7 +227,9 @@ class SkyGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Roll out, then let TRL make tensors of one prompt a row; advantages and weights of rows are ours."""
         if self.state.global_step != self._last_loaded_step:
+            started = time.monotonic()
             self._weights.push(self.state.global_step)
+            self._rollout_numbers["sync/seconds"].append(time.monotonic() - started)
             self._last_loaded_step = self.state.global_step
         self._batch = batch = self._shared_batch([row["task_index"] for row in inputs], len(inputs))
         count = len(batch.rows) // self.accelerator.num_processes

@@ -29,6 +29,7 @@ from sky_trainer.curriculum import Plan, Stage, make_plan
 from sky_trainer.display import Display
 from sky_trainer.files import PARTIAL, partial_of, publish, remove
 from sky_trainer.in_loop import InLoop
+from sky_trainer.metering import Metering
 from sky_trainer.opening import opened_engine
 from sky_trainer.record import (
     RunRecord,
@@ -50,12 +51,13 @@ from skyenv.errors import ConfigError
 from skyenv.renderer import Renderer
 from skyenv.types import Trajectory
 from skyenv.vector.lanes import Stages
+from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import OnEvent, PipelineEvent
 
 CONFIG, FINAL = "config.yaml", "final"
 MAY_CHANGE = (
-    *("steps", "save_every", "resume", "staleness", "cpu_threads", "evaluation.", "engine.", "sandbox."),
+    *("steps", "save_every", "resume", "staleness", "cpu_threads", "evaluation.", "engine.", "sandbox.", "metrics."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
 )
 """What a resumed run may be given anew: how it runs, not what it trains."""
@@ -107,7 +109,11 @@ def train(config: Config, display: Display) -> Outcome:
         engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
-        making = Making(config, engine, renderer, provider, Stages(make_widths(config.rollout)), show(display))
+        metering = Metering(config.run_dir, config.metrics)
+        stack.enter_context(opened(portal, metering.opened()))
+        making = Making(
+            config, engine, renderer, provider, Stages(make_widths(config.rollout)), metering.meter, show(display)
+        )
 
         def on_trajectory(batch: int, trajectory: Trajectory) -> None:
             if trajectory.exact and trajectory.failure is None:
@@ -125,7 +131,7 @@ def train(config: Config, display: Display) -> Outcome:
             on_trajectory=on_trajectory,
         )
         stack.enter_context(opened(portal, ahead.opened()))
-        rollouts = PlannedRollouts(portal, ahead, lambda: weights.version, first_step // serves)
+        rollouts = PlannedRollouts(portal, ahead, lambda: weights.version, metering, first_step // serves)
         evaluation = None
         if config.evaluation.every:
             evaluation = InLoop(config.evaluation, evaluated, making.evaluation(evaluated), portal, record)
@@ -159,6 +165,7 @@ class Making:
     renderer: Renderer
     provider: SandboxProvider
     stages: Stages
+    meter: Meter
     on_event: OnEvent
 
     def pipeline(self, tasks: Sequence[SweTask], rollout: RolloutConfig, **options: Any) -> RolloutPipeline:
@@ -168,8 +175,8 @@ class Making:
         )
 
     def training(self, stage: Stage) -> RolloutPipeline:
-        """That of a stage of the curriculum, which keeps the display's progress line."""
-        return self.pipeline(stage.tasks, stage.rollout, on_event=self.on_event)
+        """That of a stage of the curriculum, which keeps the display's progress line and is counted."""
+        return self.pipeline(stage.tasks, stage.rollout, meter=self.meter, on_event=self.on_event)
 
     def evaluation(self, tasks: Sequence[SweTask]) -> RolloutPipeline:
         """That of the evaluation."""
