@@ -39,11 +39,12 @@ from trl.trainer.utils import split_tensor_dict
 
 from sky_trainer import files
 from sky_trainer.advantages import AdvantageConfig, AdvantageRules, Scale
-from sky_trainer.batch import Batch, Shape, columns, make_batch, summary
+from sky_trainer.batch import Batch, Shape, make_batch, summary
 from sky_trainer.config import Config
 from sky_trainer.filters import Collect, FilterConfig, silent, unmasked
 from sky_trainer.settings import foreign_options
 from sky_trainer.weights import WeightSync
+from skyenv.adapters.trl import columns
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.samples import Mode, RowRules
 
