@@ -157,7 +157,7 @@ def train(config: Config, display: Display) -> Outcome:
 
 
 def planned(config: Config, groups: int, serves: int) -> tuple[Plan, int]:
-    """What is played, in batches of so many groups that serve so many steps. ConfigError where checkpoints split one."""
+    """What is played, in batches of `groups` that serve so many steps. ConfigError where checkpoints split one."""
     if config.save_every % serves:
         raise ConfigError(
             f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple of it"
