@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from sky_trainer.rollouts import opened
 from sky_trainer.sharding import AnnouncedWeights
 from sky_trainer.starting import policy_source
 from sky_trainer.supervise import launched
+from sky_trainer.sync.ranks import share
 from sky_trainer.weights import WeightSync
 from skyenv.core import Engine
 from skyenv.renderer import Renderer
@@ -43,16 +45,26 @@ class Place:
     cluster: Cluster | None = None
 
 
+def shared_urls(config: Config) -> Config:
+    """The configuration with the URLs of the servers that rank 0 started, on the other ranks; collective."""
+    if not config.launch.servers:
+        return config
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, urls=share(())))
+
+
 @contextmanager
 def opened_sampling(config: Config, place: Place, model: Any, renderer: Renderer) -> Iterator[Sampling]:
     """Start the servers that the configuration asks for, connect to them, and start the workers of a cluster.
 
-    Call it once `starting_policy` has returned: servers start from that. Raises as `opened_engine` does.
+    Call it on rank 0 once `starting_policy` has returned: servers start from that, and the other ranks hear where
+    (`shared_urls`). Raises as `opened_engine` does.
     """
     portal, cluster, policy = place.portal, place.cluster, policy_source(config)
     with ExitStack() as stack:
         launching = launched if cluster is None else cluster.launched
         launch = stack.enter_context(launching(config, policy, place.display.stage))
+        if config.launch.servers:
+            share(launch.config.engine.urls)
         engine, direct = stack.enter_context(opened_engine(launch.config, portal, model, renderer))
         weights = launch.patient(direct)
         if cluster is None or not config.ray.workers:

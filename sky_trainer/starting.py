@@ -61,9 +61,13 @@ def starting_policy(config: Config, tasks: list[SweTask], sandboxes: Sandboxes, 
         (warm / DONE).touch()
     elif config.model.path == "tiny" and not config.warm_start.steps:
         raise ConfigError("model.path: a tiny model knows nothing and needs warm_start.steps above 0")
-    source = policy_source(config)
-    display.stage(f"loading {source}")
-    return load_model(source, config.model.dtype), load_tokenizer(source)
+    display.stage(f"loading {policy_source(config)}")
+    return settled_policy(config)
+
+
+def settled_policy(config: Config) -> tuple[Any, Any]:
+    """The same, once it is there: for the processes that did not make it."""
+    return load_model(policy_source(config), config.model.dtype), load_tokenizer(policy_source(config))
 
 
 def policy_source(config: Config) -> str:
