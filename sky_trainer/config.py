@@ -17,6 +17,8 @@ from typing import Any, Literal
 import yaml
 
 from sky_trainer.advantages import AdvantageConfig
+from sky_trainer.filters import FilterConfig
+from sky_trainer.sections.lora import LoraConfig, check_lora
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, read_yaml, with_overrides
 from skyenv import formats
@@ -136,8 +138,10 @@ class Config:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -246,6 +250,13 @@ def _check_training(config: Config) -> None:
         raise ConfigError(
             f"rollout.format is {rollout.format}, whose calls a server reports beside the text; training needs one"
             " written as text, such as hermes"
+        )
+    check_lora(config.lora)
+    check_least({"filter.rounds": (config.filter.rounds, 0)})
+    if rollout.rows in ("segment", "turn") and config.grpo.get("use_adaptive_entropy"):
+        raise ConfigError(
+            "grpo.use_adaptive_entropy measures micro-batches of equal rows; with rollout.rows segment or turn set"
+            " grpo.entropy_coef instead"
         )
     _check_segments(rollout)
 

@@ -27,7 +27,7 @@ from typing import Any, cast
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
+from accelerate.utils import DistributedType, broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, PrinterCallback
 from trl.trainer.grpo_config import GRPOConfig
@@ -37,14 +37,11 @@ from trl.trainer.utils import split_tensor_dict
 from sky_trainer.advantages import AdvantageConfig, AdvantageRules, Scale
 from sky_trainer.batch import Batch, Shape, columns, make_batch, summary
 from sky_trainer.config import Config
+from sky_trainer.filters import Collect, FilterConfig, silent
 from sky_trainer.settings import foreign_options
 from sky_trainer.weights import WeightSync
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.samples import Mode, RowRules
-from skyenv.types import TrajectoryGroup
-
-Collect = Callable[[Sequence[Any], int], list[TrajectoryGroup]]
-"""Tasks and group size in, whole groups in the tasks' order out; blocks."""
 
 OnNumbers = Callable[[int, Mapping[str, Any]], None]
 """Called with an optimizer step and everything that was logged for it."""
@@ -135,6 +132,7 @@ class SkyGRPOTrainer(GRPOTrainer):
         processing_class: PreTrainedTokenizerBase,
         rows: Mode = "trajectory",
         advantage: AdvantageConfig | None = None,
+        filters: FilterConfig | None = None,
         on_numbers: OnNumbers | None = None,
         **options: Any,
     ) -> None:
@@ -142,7 +140,7 @@ class SkyGRPOTrainer(GRPOTrainer):
             raise ConfigError("there are no tasks to train on; check tasks.source, tasks.ids and tasks.level")
         if args.mask_truncated_completions:
             raise ConfigError("mask_truncated_completions hides rows from attention; use the pipeline's stop_policy")
-        if args.beta and not getattr(model.config, "_name_or_path", ""):
+        if args.beta and not is_peft_model(model) and not getattr(model.config, "_name_or_path", ""):
             raise ConfigError("grpo.beta above 0 needs a model that was loaded from a path, to load the reference from")
         self._tasks = list(tasks)
         self._collect = collect
@@ -162,6 +160,7 @@ class SkyGRPOTrainer(GRPOTrainer):
         self.remove_callback(PrinterCallback)
         self._rules = RowRules(self._tokenizer.eos_token_id, model.config.vocab_size, rows)
         self._advantage = advantage or AdvantageConfig()
+        self._filters = filters or FilterConfig()
         self.use_vllm = True
         self.vllm_generation: Any = None
         self._last_loaded_step = -1
@@ -243,7 +242,9 @@ class SkyGRPOTrainer(GRPOTrainer):
         shape = Shape(self.accelerator.num_processes, steps, count // steps, row_mean)
         scale = cast("Scale", self.scale_rewards)
         rules = AdvantageRules(self._advantage.baseline, scale, self._advantage.credit)
-        batch = make_batch(groups, self._rules, rules, shape, frozenset())
+        left_out = silent(groups, self._filters, rules.credit) if self._training else frozenset()
+        self._rollout_numbers["rollout/silent"].append(len(left_out) / len(trajectories))
+        batch = make_batch(groups, self._rules, rules, shape, left_out)
         for name, value in summary(groups).items():
             self._rollout_numbers[name].append(value)
         if not any(trajectory.exact for trajectory in trajectories):

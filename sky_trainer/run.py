@@ -22,8 +22,10 @@ from sky_trainer.assembly import choose_tasks, make_pipeline, make_renderer
 from sky_trainer.config import Config
 from sky_trainer.display import Display
 from sky_trainer.engines import HFEngine
+from sky_trainer.filters import Resampling
 from sky_trainer.record import RunRecord, last_checkpoint, quarters, read_metrics
 from sky_trainer.rollouts import Rollouts, opened
+from sky_trainer.sections.lora import with_adapters
 from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
 from sky_trainer.weights import SharedWeights
@@ -67,6 +69,7 @@ def train(config: Config, display: Display) -> Outcome:
         portal = stack.enter_context(start_blocking_portal())
         provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
         model, tokenizer = starting_policy(config, tasks, Sandboxes(portal, provider), display)
+        model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
         engine = HFEngine(model, renderer.decode, renderer.stop_token_ids, seed=config.seed)
         stack.enter_context(opened(portal, engine))
@@ -80,15 +83,17 @@ def train(config: Config, display: Display) -> Outcome:
             display.trajectory(trajectory)
 
         pipeline = make_pipeline(engine, renderer, provider, tasks, config.env, config.rollout, on_event=show(display))
+        rollouts = Rollouts(portal, pipeline, on_trajectory)
         trainer = grpo.SkyGRPOTrainer(
             model,
             args=args,
             tasks=tasks,
-            collect=Rollouts(portal, pipeline, on_trajectory).collect,
+            collect=Resampling(rollouts.collect, rollouts.collect, tasks, config.filter, config.seed),
             weights=SharedWeights(engine),
             processing_class=tokenizer,
             rows=config.rollout.rows,
             advantage=config.advantage,
+            filters=config.filter,
             on_numbers=record.metrics,
         )
         display.stage(f"GRPO: {config.steps - first_step} steps of {config.rows_per_step} rollouts")

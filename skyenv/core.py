@@ -8,7 +8,7 @@ from the caller's view. Who closes what: whoever entered the `async with`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
@@ -159,6 +159,23 @@ class SandboxProvider(Protocol):
         ...
 
 
+@runtime_checkable
+class WarmProvider(Protocol):
+    """A provider that can be told in advance what will be opened. Optional."""
+
+    async def prefetch(
+        self,
+        image: str | None = None,
+        *,
+        snapshot: str | None = None,
+        env: Mapping[str, str] | None = None,
+        count: int = 0,
+        **spec: Any,
+    ) -> None:
+        """Have `count` sandboxes ready for those who open ones with the same arguments; returns at once."""
+        ...
+
+
 class Engine(Protocol):
     """An inference engine: token ids in, sampled ids and their logprobs out."""
 
@@ -239,3 +256,52 @@ class Env(ABC):
 
 MakeEnv = Callable[[], Env]
 """Makes a fresh environment for one trajectory."""
+
+
+class Beginning(Protocol):
+    """How one environment begins among its siblings: from what one of them prepared, or by preparing it for all."""
+
+    @property
+    def snapshot(self) -> str | None:
+        """The sandbox snapshot to start from; None: there is none, prepare as if alone."""
+        ...
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the siblings wait for this one to `offer` or to `decline`."""
+        ...
+
+    def offer(self, snapshot: str, free: Callable[[], Awaitable[None]]) -> None:
+        """Let the siblings start from `snapshot`; whoever runs the group awaits `free` when all of it is through."""
+        ...
+
+    def decline(self) -> None:
+        """Nothing can be shared, or the snapshot is spoilt: from now on everyone of the group prepares alone."""
+        ...
+
+
+@runtime_checkable
+class SharesBeginning(Protocol):
+    """An environment whose siblings can start from one prepared sandbox. Optional."""
+
+    def begin_with(self, beginning: Beginning) -> None:
+        """How the next `areset` begins; during it `offer` or `decline` is called where `wanted`."""
+        ...
+
+
+@runtime_checkable
+class GradesAhead(Protocol):
+    """An environment that can open what its evaluation needs while the episode still goes on. Optional."""
+
+    async def aprepare_evaluation(self) -> None:
+        """Called beside `astep`; may be cancelled or raise at no cost but time. `aevaluate` or `aclose` frees it."""
+        ...
+
+
+@runtime_checkable
+class Prefetches(Protocol):
+    """An environment that can have sandboxes and files ready for episodes to come. Optional."""
+
+    async def aprefetch(self, tasks: Sequence[Task | str], count: int) -> None:
+        """Get ready to open `count` sandboxes of each task. Holds nothing open itself."""
+        ...

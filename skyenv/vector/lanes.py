@@ -30,7 +30,9 @@ class StageWidths:
     """How many trajectories a stage serves at once, and how many environments may be alive (None: the sum).
 
     With `most_init` or `most_eval` that stage follows the load between its own width and this bound: init widens while
-    the run stage has free slots and nothing to fill them, eval widens while finished trajectories wait for it.
+    the run stage has free slots and nothing to fill them, eval widens while finished trajectories wait for it. Up to
+    `ahead` of the oldest trajectories have what their evaluation needs opened while they still run, where the
+    environment can; a sandbox of such a kind is alive beside those that `live` counts.
     """
 
     init: int = 8
@@ -39,8 +41,11 @@ class StageWidths:
     live: int | None = None
     most_init: int | None = None
     most_eval: int | None = None
+    ahead: int = 0
 
     def __post_init__(self) -> None:
+        if self.ahead < 0:
+            raise ConfigError(f"widths.ahead: at least 0, not {self.ahead}")
         if min(self.init, self.run, self.eval, 1 if self.live is None else self.live) < 1:
             raise ConfigError(f"widths: each must be at least 1, not {self}")
         for name, least, most in (("most_init", self.init, self.most_init), ("most_eval", self.eval, self.most_eval)):
@@ -129,6 +134,7 @@ class Stages:
         self.widths = widths
         self.lanes = MappingProxyType({stage: Lane(width) for stage, width in _widths(widths).items()})
         self.live = Lane(widths.most_live)
+        self.ahead = Lane(widths.ahead)
 
     def follow(self) -> None:
         """Widen or narrow init and eval by one where the load asks for it; called at every change of state."""

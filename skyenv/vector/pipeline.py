@@ -6,10 +6,13 @@ beyond the live cap, so init never runs ahead of run; an environment is closed b
 shielded scope with its own deadline, whatever happened; one failure never ends a sibling and is never replaced by one;
 every wait has a deadline; after the iteration ends, breaks or is cancelled no environment is left. Infrastructure
 failures start over with a fresh environment up to `max_attempts`, then come back as a typed `Failure` without a reward.
+Where an environment can share its beginning, siblings start from the first one's sandbox, so that init is paid once.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,19 +21,22 @@ from typing import Self
 
 import anyio
 
-from skyenv.core import Engine, MakeEnv, Reward, Task
-from skyenv.errors import ConfigError
+from skyenv.core import Engine, MakeEnv, Prefetches, Reward, SharesBeginning, Task
+from skyenv.errors import ConfigError, EnvError, SkyEnvError, boundary
 from skyenv.renderer import Renderer
 from skyenv.rewards import reward_function
 from skyenv.rollout import RolloutOptions, TurnRules, byte_renderer
 from skyenv.types import Limits, SamplingParams, StopReason, Trajectory, TrajectoryGroup
+from skyenv.vector.durations import Durations
 from skyenv.vector.lanes import Stages, StageWidths
 from skyenv.vector.metrics import Meter
 from skyenv.vector.progress import OnEvent, Progress
-from skyenv.vector.stopping import FailureThreshold, StopAction, check_stop_policy
+from skyenv.vector.stopping import FailureThreshold, StopAction, check_attempts, check_stop_policy
 from skyenv.vector.work import Request, Work
 
-__all__ = ["RolloutPipeline", "StageWidths", "Stages", "TrajectoryRun"]
+__all__ = ["Durations", "RolloutPipeline", "StageWidths", "Stages", "TrajectoryRun"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,10 @@ class RolloutPipeline:
     block. Each run has stages of its own with these `widths`, unless `stages` are given: runs that share them, of this
     or another pipeline, share slots and living environments, and those of higher `priority` go first. Each run
     is counted by a meter of its own unless a `meter` is given. Whoever stays in one state for `stall_after` seconds is
-    named in the log and by an event. Raises ConfigError for values that cannot work.
+    named in the log and by an event. `attempts` says for classes of `skyenv.errors`, by name, how often to try in all
+    instead of `max_attempts`. With `fork_groups`, first attempts of siblings share a beginning where the environment
+    can. With `longest_first`, runs of a sequence of tasks start the groups that took longest so far first, and it
+    learns from what comes back. Raises ConfigError for values that cannot work.
     """
 
     engine: Engine
@@ -57,6 +66,9 @@ class RolloutPipeline:
     stop_policy: Mapping[StopReason, StopAction] = field(default_factory=dict)
     reward: str | Reward = "outcome"
     max_attempts: int = 2
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    fork_groups: bool = True
+    longest_first: Durations | None = None
     failures: FailureThreshold = field(default_factory=FailureThreshold)
     close_timeout: float = 60.0
     stall_after: float = 900.0
@@ -69,6 +81,7 @@ class RolloutPipeline:
             raise ConfigError("max_attempts: must be at least 1")
         reward_function(self.reward)
         check_stop_policy(self.stop_policy)
+        check_attempts(self.attempts)
         RolloutOptions(self.limits, self.sampling, self.rules)
 
     def run(
@@ -107,6 +120,26 @@ class RolloutPipeline:
         """All groups, in the order of `tasks`. Raises as `run` does, and then nothing is returned."""
         groups = [group async for group in self.run_groups(tasks, group_size)]
         return sorted(groups, key=lambda group: group.group_id)
+
+    async def prefetch(self, tasks: Iterable[Task | str], group_size: int = 8) -> None:
+        """Have ready what a `run` of these tasks needs first, while nothing else is to do: images, files, sandboxes.
+
+        For as many tasks as may be alive at once, within `limits.init_timeout`. What fails is logged, and comes back
+        in the run as what it is. Cancel it when the run begins; environments that cannot prefetch make it a no-op.
+        """
+        with boundary(EnvError, "make_env"):
+            env = self.make_env()
+        each = 1 if self.fork_groups and isinstance(env, SharesBeginning) else group_size
+        chosen = list(itertools.islice(tasks, max(1, self.widths.most_live // each)))
+        try:
+            if isinstance(env, Prefetches):
+                with boundary(EnvError, "env.aprefetch"), anyio.fail_after(self.limits.init_timeout):
+                    await env.aprefetch(chosen, each)
+        except SkyEnvError as error:
+            logger.warning("prefetch of %d tasks: %s: %s", len(chosen), type(error).__name__, error)
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(self.close_timeout):
+                await env.aclose()
 
 
 class TrajectoryRun:

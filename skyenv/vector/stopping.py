@@ -1,4 +1,4 @@
-"""What a stop reason does to a reward, which reason an error stands for, and when a run has failed too often."""
+"""What a stop reason does to a reward, what an error stands for and how often it is tried again, when a run fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
-from skyenv.errors import ConfigError, EngineError, RewardError, SandboxError, SkyEnvError
+from skyenv import errors
+from skyenv.errors import ConfigError, EngineError, RewardError, SandboxError, SkyEnvError, SourceUnavailable
 from skyenv.types import StopPolicy, StopReason
 
 PENALTY = 0.5
@@ -57,8 +58,32 @@ def settled(reward: float | None, reason: StopReason | None, policy: Mapping[Sto
 
 def failed_reason(error: SkyEnvError) -> StopReason:
     """The stop reason that an error stands for: what is neither infrastructure's nor the grader's is a bug."""
-    if isinstance(error, SandboxError):
+    if isinstance(error, SandboxError | SourceUnavailable):
         return StopReason.SANDBOX_ERROR
     if isinstance(error, EngineError):
         return StopReason.ENGINE_ERROR
     return StopReason.EVAL_ERROR if isinstance(error, RewardError) else StopReason.TOOL_BUG
+
+
+def check_attempts(attempts: Mapping[str, int]) -> None:
+    """ConfigError naming the first entry that is no class of `skyenv.errors` or no number of attempts."""
+    for name, times in attempts.items():
+        kind = vars(errors).get(name)
+        if not (isinstance(kind, type) and issubclass(kind, SkyEnvError)):
+            raise ConfigError(f"attempts: {name!r} is no class of skyenv.errors{errors.did_you_mean(name, KINDS)}")
+        if times < 1:
+            raise ConfigError(f"attempts.{name}: must be at least 1, not {times}")
+
+
+def attempts_for(error: SkyEnvError, attempts: Mapping[str, int], default: int) -> int:
+    """How often to try in all when `error` ends an attempt: what is said of its nearest class.
+
+    Where nothing is said, `default` for infrastructure, and once for everything else, which would only fail again.
+    """
+    for kind in type(error).__mro__:
+        if kind.__name__ in attempts:
+            return attempts[kind.__name__]
+    return default if isinstance(error, SandboxError | EngineError | SourceUnavailable) else 1
+
+
+KINDS = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, SkyEnvError))

@@ -6,25 +6,25 @@ stages; it never outlives `stop`.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sized
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
-from skyenv.core import Env, Task
+from skyenv.core import Env, GradesAhead, SharesBeginning, Task
 from skyenv.errors import (
     DeadlineExceeded,
-    EngineError,
     EnvError,
     RewardError,
-    SandboxError,
     SandboxUnavailable,
     SkyEnvError,
     boundary,
@@ -36,7 +36,8 @@ from skyenv.vector.background import Background
 from skyenv.vector.lanes import Stage, Stages
 from skyenv.vector.metrics import Meter, MeteredEngine
 from skyenv.vector.progress import WAIT_OF, Board, Item
-from skyenv.vector.stopping import failed_reason, settled
+from skyenv.vector.sharing import SharedInit
+from skyenv.vector.stopping import attempts_for, failed_reason, settled
 
 if TYPE_CHECKING:
     from skyenv.vector.pipeline import RolloutPipeline
@@ -60,8 +61,10 @@ class Request:
 
 @dataclass(slots=True)
 class Group:
-    """The siblings of one task: how many have a reward, and the scopes of those under way."""
+    """The siblings of one task: how many are to come back, how many have a reward, the scopes of those under way."""
 
+    left: int
+    shared: SharedInit = field(default_factory=SharedInit)
     usable: int = 0
     complete: bool = False
     scopes: dict[Item, anyio.CancelScope] = field(default_factory=dict)
@@ -81,6 +84,7 @@ class Work:
         self._reward = reward_function(pipeline.reward)
         self._reasons: Counter[str] = Counter()
         self._groups: dict[int, Group] = {}
+        self._places: dict[int, int] = {}
         self._background: Background | None = None
 
     @property
@@ -99,15 +103,24 @@ class Work:
             await self._background.stop()
 
     def _items(self) -> Iterator[tuple[Item, Task | str]]:
-        """Sibling after sibling, task after task."""
-        for group_id, task in enumerate(self._request.tasks):
-            task_id = task if isinstance(task, str) else task.task_id
+        """Sibling after sibling, task after task; the longest first where that is asked for and known."""
+        tasks: Iterable[tuple[int, Task | str]] = enumerate(self._request.tasks)
+        history = self.pipeline.longest_first
+        if history is not None and isinstance(self._request.tasks, Sequence):
+            tasks = sorted(tasks, key=lambda numbered: -history.expected(_id_of(numbered[1])))
+        for place, (group_id, task) in enumerate(tasks):
+            task_id = _id_of(task)
+            self._places[group_id] = place
             for sample_index in range(self._request.group_size):
                 yield Item(task_id, group_id, sample_index), task
 
     async def _main(self, results: MemoryObjectSendStream[Trajectory]) -> None:
-        with self.board.running(self.stages):
-            await self._admit_all(results)
+        try:
+            with self.board.running(self.stages):
+                await self._admit_all(results)
+        finally:
+            for unfinished in self._groups.values():
+                await self._free(unfinished)
 
     async def _admit_all(self, results: MemoryObjectSendStream[Trajectory]) -> None:
         async with results, anyio.create_task_group() as beside:
@@ -120,11 +133,11 @@ class Work:
 
     def _rank(self, item: Item) -> tuple[int, ...]:
         """Evaluation before training, older groups first, so that siblings finish together."""
-        return -self._request.priority, item.group_id, item.sample_index
+        return -self._request.priority, self._places[item.group_id], item.sample_index
 
     async def _one(self, item: Item, task: Task | str, results: MemoryObjectSendStream[Trajectory]) -> None:
         """One requested sample, from admission to delivery."""
-        group = self._groups.setdefault(item.group_id, Group())
+        group = self._groups.setdefault(item.group_id, Group(self._request.group_size))
         self.board.admit(item)
         try:
             trajectory = await self._within_deadline(item, task, group)
@@ -135,9 +148,24 @@ class Work:
         if item.close_errors:
             trajectory.counters["close_errors"] = item.close_errors
         self._count_usable(group, trajectory)
+        if self.pipeline.longest_first is not None:
+            self.pipeline.longest_first.note(trajectory)
         results.send_nowait(trajectory)
         self.board.deliver(item, trajectory)
+        group.left -= 1
+        if not group.left:
+            del self._groups[item.group_id], self._places[item.group_id]
+            await self._free(group)
         self._watch(trajectory)
+
+    async def _free(self, group: Group) -> None:
+        """What the siblings shared goes, whatever happened, within `close_timeout`."""
+        try:
+            with anyio.CancelScope(shield=True), boundary(EnvError, "the siblings' beginning"):
+                with anyio.fail_after(self.pipeline.close_timeout):
+                    await group.shared.aclose()
+        except SkyEnvError as error:
+            logger.warning("not freed: %s", error)
 
     async def _within_deadline(self, item: Item, task: Task | str, group: Group) -> Trajectory:
         """All attempts, until the trajectory's deadline passes or its group needs no more samples."""
@@ -147,7 +175,7 @@ class Work:
                 return _no_longer_needed(item)
             group.scopes[item] = scope
             try:
-                return await self._attempts(item, task)
+                return await self._attempts(item, task, group)
             finally:
                 del group.scopes[item]
         if group.complete:
@@ -181,28 +209,29 @@ class Work:
             (reason, times), *_ = self._reasons.most_common(1)
             raise SkyEnvError(f"stopped: {failed} of {done} trajectories failed, {times} of them in {reason}")
 
-    async def _attempts(self, item: Item, task: Task | str) -> Trajectory:
+    async def _attempts(self, item: Item, task: Task | str, group: Group) -> Trajectory:
         """Attempts with a fresh environment each, until one says something about the policy or none is left."""
-        for attempt in range(1, self.pipeline.max_attempts + 1):
+        for attempt in itertools.count(1):
             trajectory = Trajectory(item.task_id, item.group_id, item.sample_index, attempts=attempt)
-            error = await self._attempt(item, task, trajectory)
-            if not isinstance(error, SandboxError | EngineError) or attempt == self.pipeline.max_attempts:
+            error = await self._attempt(item, task, group, trajectory)
+            if error is None or attempt >= attempts_for(error, self.pipeline.attempts, self.pipeline.max_attempts):
                 break
             logger.info("%s sample %d: attempt %d failed: %s", item.task_id, item.sample_index, attempt, error)
             self.board.retry(item, error)
             await anyio.sleep(_pause(error))
         return trajectory
 
-    async def _attempt(self, item: Item, task: Task | str, trajectory: Trajectory) -> SkyEnvError | None:
+    async def _attempt(self, item: Item, task: Task | str, group: Group, trajectory: Trajectory) -> SkyEnvError | None:
         """Init, run and eval of one environment; fills the trajectory and returns what went wrong."""
         stage: Stage = "init"
         limits = self.pipeline.limits
         try:
-            async with self._env(item) as env:
-                late: SkyEnvError = DeadlineExceeded(f"init did not end within {limits.init_timeout:g} s")
-                await self._serve(item, stage, lambda: self._reset(env, item, task), limits.init_timeout, late)
+            async with AsyncExitStack() as ahead, self._env(item) as env:
+                async with self._beginning(env, group, trajectory.attempts):
+                    late: SkyEnvError = DeadlineExceeded(f"init did not end within {limits.init_timeout:g} s")
+                    await self._serve(item, stage, lambda: self._reset(env, item, task), limits.init_timeout, late)
                 stage = "run"
-                await self._serve(item, stage, lambda: self._play(env, item, trajectory), math.inf, late)
+                await self._serve(item, stage, lambda: self._play(env, item, trajectory, ahead), math.inf, late)
                 stage = "eval"
                 late = RewardError(f"evaluation did not end within {limits.eval_timeout:g} s")
                 await self._serve(item, stage, lambda: self._evaluate(env, trajectory), limits.eval_timeout, late)
@@ -212,6 +241,20 @@ class Work:
             trajectory.failure = Failure(stage, type(error).__name__, str(error)[:2000])
             return error
         return None
+
+    @asynccontextmanager
+    async def _beginning(self, env: Env, group: Group, attempt: int) -> AsyncIterator[None]:
+        """The block begins an environment as one of its siblings; a repeated attempt begins alone.
+
+        Who waits for the sibling that prepares has no slot, and prepares too when half of an init's deadline is over.
+        """
+        shared = self.pipeline.fork_groups and self._request.group_size > 1 and attempt == 1
+        if not (shared and isinstance(env, SharesBeginning)):
+            yield
+            return
+        async with group.shared.beginning(self.pipeline.limits.init_timeout / 2) as beginning:
+            env.begin_with(beginning)
+            yield
 
     async def _serve(
         self, item: Item, stage: Stage, work: Callable[[], Awaitable[T]], timeout: float, late: SkyEnvError
@@ -240,9 +283,27 @@ class Work:
         with boundary(EnvError, "env.areset"):
             await env.areset(seed=seed, options={"task": task})
 
-    async def _play(self, env: Env, item: Item, trajectory: Trajectory) -> None:
+    async def _play(self, env: Env, item: Item, trajectory: Trajectory, ahead: AsyncExitStack) -> None:
+        """The turns, and beside them what opens the evaluation's needs, in a slot that `ahead` gives back."""
         engine = MeteredEngine(self.pipeline.engine, self.meter, item)
-        await rollout(env, engine, self.pipeline.renderer, trajectory, self._options)
+        playing = partial(rollout, env, engine, self.pipeline.renderer, trajectory, self._options)
+        if not (self.stages.widths.ahead and isinstance(env, GradesAhead)):
+            await playing()
+            return
+        with boundary(EnvError, "run"):
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(self._grade_ahead, env, item, ahead)
+                await playing()
+                beside.cancel_scope.cancel()
+
+    async def _grade_ahead(self, env: GradesAhead, item: Item, ahead: AsyncExitStack) -> None:
+        await self.stages.ahead.acquire(self._rank(item))
+        ahead.callback(self.stages.ahead.release)
+        try:
+            with boundary(EnvError, "env.aprepare_evaluation"):
+                await env.aprepare_evaluation()
+        except SkyEnvError as error:
+            logger.info("%s sample %d: not graded ahead: %s", item.task_id, item.sample_index, error)
 
     async def _evaluate(self, env: Env, trajectory: Trajectory) -> None:
         """Grade, then reward, then what the stop policy makes of it."""
@@ -273,6 +334,10 @@ class Work:
             except SkyEnvError as error:
                 logger.warning("%s sample %d: not closed: %s", item.task_id, item.sample_index, error)
                 item.close_errors += 1
+
+
+def _id_of(task: Task | str) -> str:
+    return task if isinstance(task, str) else task.task_id
 
 
 def _no_longer_needed(item: Item) -> Trajectory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -9,17 +10,19 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 
 import skyenv
 from skyenv.core import Sandbox, SandboxProvider
 from skyenv.engines.scripted import ScriptedEngine
+from skyenv.errors import EnvError
+from skyenv.remote.client import SandboxClient
 from skyenv.renderer import ByteTokenizer
 from skyenv.trajectory_io import append_trajectories, read_trajectories
 from skyenv.types import Limits, StopReason, ToolCall, Trajectory
-from skyenv.vector.pipeline import RolloutPipeline
+from skyenv.vector.pipeline import RolloutPipeline, StageWidths
 from tests.rollout.adventure import RENDERER, say
 
 TASK = "clamp-upper-bound"
@@ -37,6 +40,8 @@ class Counting:
     def __init__(self, provider: SandboxProvider) -> None:
         self._provider = provider
         self.live = self.opened = 0
+        self.started_from: list[str | None] = []
+        self.deleted: list[str] = []
 
     def sandbox(self, image: str | None = None, **options: Any) -> AbstractAsyncContextManager[Sandbox]:
         return self._counted(image, options)
@@ -46,13 +51,37 @@ class Counting:
         async with self._provider.sandbox(image, **options) as box:
             self.live += 1
             self.opened += 1
+            self.started_from.append(options.get("snapshot"))
             try:
                 yield box
             finally:
                 self.live -= 1
 
     async def delete_snapshot(self, snapshot: str) -> None:
+        self.deleted.append(snapshot)
         await self._provider.delete_snapshot(snapshot)
+
+
+class WithoutSnapshots:
+    """A sandbox that cannot be frozen, as of the backend `process`."""
+
+    def __init__(self, box: Sandbox) -> None:
+        self._box = box
+
+    async def snapshot(self, *, shell: bool = True, drop: bool = False) -> str:
+        raise EnvError("no snapshots here")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._box, name)
+
+
+class Unforkable(Counting):
+    """A provider of such sandboxes."""
+
+    @asynccontextmanager
+    async def _counted(self, image: str | None, options: dict[str, Any]) -> AsyncIterator[Sandbox]:
+        async with super()._counted(image, options) as box:
+            yield cast(Sandbox, WithoutSnapshots(box))
 
 
 @asynccontextmanager
@@ -113,6 +142,85 @@ async def test_mistakes_are_observations_and_repetition_ends() -> None:
         assert "127" in trajectory.turns[0].observation
         assert trajectory.stop_reason is StopReason.STUCK
         assert trajectory.reward == 0.0
+
+
+LOOK = bash("pwd; git log --format='%H %s'; git status --short; ls; printenv PATH; touch mine; ls /tmp")
+
+
+async def group(provider: Counting, script: Any, size: int, **options: Any) -> list[Trajectory]:
+    rolled = dataclasses.replace(pipeline(provider, script, Limits()), **options)
+    return [t async for t in rolled.run([TASK], group_size=size)]
+
+
+async def test_siblings_start_from_one_prepared_sandbox_and_see_what_they_would_have_seen() -> None:
+    fix = bash(f"cd /testbed && git apply <<'END'\n{GOLD.read_text()}END")
+    async with sandboxes() as provider:
+        found = await group(provider, [LOOK, fix, say(END)], 4)
+        forked = [snapshot for snapshot in provider.started_from if snapshot is not None]
+        assert len(forked) == 3
+        assert set(forked) == set(provider.deleted)
+        assert len(provider.deleted) == 1
+        (alone,) = await group(provider, [LOOK, fix, say(END)], 1)
+        assert {t.turns[0].observation for t in found} == {alone.turns[0].observation}
+        assert "/testbed" in alone.turns[0].observation
+        assert [(t.reward, t.attempts) for t in found] == [(1.0, 1)] * 4
+        assert provider.live == 0
+
+
+async def test_sandboxes_that_cannot_be_frozen_are_prepared_one_by_one() -> None:
+    async with skyenv.connect() as client:
+        provider = Unforkable(client)
+        found = await group(provider, [say(END)], 3)
+        assert [t.failure for t in found] == [None] * 3
+        assert set(provider.started_from) == {None}
+        assert provider.deleted == []
+        assert provider.live == 0
+
+
+async def test_graders_open_while_agents_work() -> None:
+    fix = bash(f"cd /testbed && git apply <<'END'\n{GOLD.read_text()}END")
+    async with sandboxes() as provider:
+        script = [fix, bash("until [ -e /tmp/late ]; do sleep 0.1; touch /tmp/late; done; sleep 1"), say(END)]
+        found = await group(provider, script, 2, widths=StageWidths(ahead=2))
+        assert [t.reward for t in found] == [1.0, 1.0]
+        assert provider.opened == 4
+        idle = await group(provider, [bash("sleep 1"), say(END)], 2, widths=StageWidths(ahead=2))
+        assert [(t.reward, t.verdict["status"]) for t in idle] == [(0.0, "empty_patch")] * 2
+        assert provider.opened == 8
+        assert provider.live == 0
+
+
+class Warming(Counting):
+    """A provider that keeps what was asked for, and what for in advance."""
+
+    def __init__(self, provider: SandboxClient) -> None:
+        super().__init__(provider)
+        self._client = provider
+        self.asked: list[tuple[str | None, dict[str, Any]]] = []
+        self.asked_ahead: list[tuple[str | None, dict[str, Any]]] = []
+
+    def sandbox(self, image: str | None = None, **options: Any) -> AbstractAsyncContextManager[Sandbox]:
+        self.asked.append((image, options))
+        return super().sandbox(image, **options)
+
+    async def prefetch(self, image: str | None = None, *, count: int = 0, **options: Any) -> None:
+        assert count == 2
+        self.asked_ahead.append((image, options))
+        await self._client.prefetch(image, count=count, **options)
+
+
+async def test_a_prefetch_makes_what_agents_and_graders_open_later() -> None:
+    fix = bash(f"cd /testbed && git apply <<'END'\n{GOLD.read_text()}END")
+    async with skyenv.connect() as client:
+        provider = Warming(client)
+        rolled = dataclasses.replace(pipeline(provider, [fix, say(END)], Limits()), fork_groups=False)
+        await rolled.prefetch([TASK], group_size=2)
+        with anyio.fail_after(60):
+            while sum(pool["ready"] for pool in (await client.health())["pools"]) < 2:
+                await anyio.sleep(0.05)
+        found = [t async for t in rolled.run([TASK], group_size=2)]
+        assert [t.reward for t in found] == [1.0] * 2
+        assert provider.asked == provider.asked_ahead * 4
 
 
 async def test_leaving_early_leaves_no_sandbox() -> None:

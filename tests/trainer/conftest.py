@@ -15,6 +15,7 @@ from sky_trainer import grpo, tiny
 from sky_trainer.config import from_mapping
 from sky_trainer.engines import HFEngine
 from sky_trainer.rollouts import call
+from sky_trainer.sections.lora import with_adapters
 from sky_trainer.weights import SharedWeights
 from skyenv.types import Failure, SamplingParams, Segment, StopReason, Trajectory, TrajectoryGroup, Turn
 
@@ -108,6 +109,18 @@ def player(portal: BlockingPortal, engine: HFEngine, tokenizer: Any) -> Player:
     return Player(portal, engine, tokenizer)
 
 
+def once(player: Player) -> Callable[[Sequence[Any], int], list[TrajectoryGroup]]:
+    """The same batch, whatever is asked: what differs between trainers is then not what was sampled."""
+    recorded: list[list[TrajectoryGroup]] = []
+
+    def collect(tasks: Sequence[Any], size: int) -> list[TrajectoryGroup]:
+        if not recorded:
+            recorded.append(player(tasks, size))
+        return recorded[0]
+
+    return collect
+
+
 MakeTrainer = Callable[..., grpo.SkyGRPOTrainer]
 
 
@@ -124,13 +137,17 @@ def make_trainer(tmp_path: Path, model: Any, engine: HFEngine, tokenizer: Any) -
             "grpo": {"learning_rate": 1e-2, "use_cpu": True, **options},
             **(config or {}),
         }
+        settings = from_mapping(values)
         return grpo.SkyGRPOTrainer(
-            model,
-            args=grpo.grpo_config(from_mapping(values)),
+            with_adapters(model, settings.lora),
+            args=grpo.grpo_config(settings),
             tasks=TASKS,
             collect=collect,
             weights=SharedWeights(engine),
             processing_class=tokenizer,
+            rows=settings.rollout.rows,
+            advantage=settings.advantage,
+            filters=settings.filter,
         )
 
     return make

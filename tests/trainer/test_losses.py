@@ -148,29 +148,3 @@ def test_old_and_new_logprobs_agree_before_the_first_step(player: Player, make_t
             with torch.no_grad():
                 ours = sampled_logprobs(trainer.model, segment, 1.0)
             assert torch.allclose(next(rows)[: len(mask)][mask], ours, atol=1e-5)
-
-
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-def test_micro_batches_make_the_same_gradient(
-    loss_type: str, player: Player, make_trainer: MakeTrainer, model: Any
-) -> None:
-    """1 x 8, 2 x 4 and 8 x 1 rows: the step that is taken is the same."""
-    uneven(player)
-    start = copy.deepcopy(model.state_dict())
-    steps = []
-    recorded: list[Any] = []
-
-    def collect(tasks: Any, size: int) -> Any:
-        if not recorded:
-            recorded.append(player(tasks, size))
-        return recorded[0]
-
-    for micro_batch in (8, 4, 1):
-        model.load_state_dict(start)
-        options = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
-        trainer = make_trainer(collect, {"micro_batch": micro_batch}, loss_type=loss_type, **options)
-        trainer.train()
-        steps.append(torch.cat([(p.detach() - start[name]).flatten() for name, p in model.named_parameters()]))
-    assert steps[0].abs().max() > 1e-4
-    for step in steps[1:]:
-        assert torch.allclose(steps[0], step, rtol=1e-3, atol=1e-6)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Self
 
-from skyenv.core import Reward, Sandbox, SandboxProvider
-from skyenv.envs.swe.environment import Environments, enter_directory, start_repository
+from skyenv.core import Beginning, Reward, Sandbox, SandboxProvider, Task
+from skyenv.envs.swe.beginnings import ReadySandbox, agent_sandbox
+from skyenv.envs.swe.environment import Environments
 from skyenv.envs.swe.extraction import WorkTree
 from skyenv.envs.swe.grading import grade_work_tree, read_agent
 from skyenv.envs.swe.loading import TaskSet, load_tasks
@@ -57,6 +58,8 @@ class SWEEnv(ToolEnv[SweTask]):
         self._opened: SandboxProvider | None = None
         self._left: WorkTree | None = None
         self._progress: Progress | None = None
+        self._beginning: Beginning | None = None
+        self._ready: ReadySandbox | None = None
 
     def instructions(self, task: SweTask) -> tuple[Message, ...]:
         """The issue, under the chosen preset."""
@@ -66,13 +69,35 @@ class SWEEnv(ToolEnv[SweTask]):
         """A sandbox with the environment, the repository with one commit, and the shell standing in it."""
         self._left = None
         self._progress = Progress(task)
+        beginning, self._beginning = self._beginning, None
         environments = await self._connect()
-        box = await resources.enter_async_context(environments.open(task))
-        if task.whole_machine:
-            await enter_directory(box, task.repo_path)
-        else:
-            await start_repository(box, task.repo_path)
-        return box
+        if beginning is not None and (task.whole_machine or self._opened is not None):
+            beginning.decline()  # there is nothing to save, or siblings cannot reach what is opened here
+            beginning = None
+        return await resources.enter_async_context(agent_sandbox(environments, task, beginning))
+
+    def begin_with(self, beginning: Beginning) -> None:
+        """Start the next episode from a sibling's sandbox, or let siblings start from this one's."""
+        self._beginning = beginning
+
+    async def aprepare_evaluation(self) -> None:
+        """Open the clean sandbox of the grading while the agent still works. Raises SandboxError."""
+        if self.task.whole_machine or self._ready is not None:
+            return
+        ready = ReadySandbox(await self._connect(), self.task)
+        await ready.prepare()
+        self._ready = ready
+
+    async def aprefetch(self, tasks: Sequence[Task | str], count: int) -> None:
+        """Prepare what episodes of these tasks need, where the provider outlives this environment."""
+        environments = await self._connect()
+        if self._opened is None:
+            await environments.prefetch([self._choose({"task": task}) for task in tasks], count)
+
+    async def _drop_ready(self) -> None:
+        ready, self._ready = self._ready, None
+        if ready is not None:
+            await ready.aclose()
 
     async def grade(self, task: SweTask, sandbox: Sandbox | None) -> tuple[float | None, dict[str, Any]]:
         """Read what was left, free the agent's sandbox, grade in a clean one."""
@@ -84,7 +109,9 @@ class SWEEnv(ToolEnv[SweTask]):
             await self.free()
         if self._left is None:
             raise EnvError("the agent's sandbox is gone and was never read")
-        return self._rewarded(task, await grade_work_tree(task, self._left, environments))
+        verdict = await grade_work_tree(task, self._left, environments, self._ready)
+        await self._drop_ready()
+        return self._rewarded(task, verdict)
 
     async def _grade_machine(
         self, task: SweTask, sandbox: Sandbox | None, environments: Environments
@@ -115,9 +142,16 @@ class SWEEnv(ToolEnv[SweTask]):
         try:
             await super().aclose()
         finally:
+            self._beginning = None
             self._environments = None
             connection, self._connection = self._connection, AsyncExitStack()
             await connection.aclose()
+
+    async def _end_episode(self) -> None:
+        try:
+            await self._drop_ready()
+        finally:
+            await super()._end_episode()
 
     async def __aenter__(self) -> Self:
         """Connect now, so that no scope around a later call is left with the connection open."""

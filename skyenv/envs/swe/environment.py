@@ -15,9 +15,9 @@ import logging
 import shlex
 import tarfile
 import weakref
-from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 import anyio
 from anyio import to_thread
 
-from skyenv.core import Sandbox, SandboxProvider
+from skyenv.core import Sandbox, SandboxProvider, WarmProvider
 from skyenv.envs.swe.images import clean_image
 from skyenv.envs.swe.patches import patched_files, read_patch
 from skyenv.envs.swe.sources import ImageSource, Tree, default_cache, fetch_tree, select, tree_to_tar
@@ -87,6 +87,8 @@ class Environments:
         self._locks: dict[str, anyio.Lock] = {}
         self._prepared: dict[str, _Prepared | ConfigError] = {}
         self._files: OrderedDict[SweTask, TaskFiles] = OrderedDict()
+        self.forks = True
+        """Whether a sandbox of this provider can be frozen for others, as far as is known."""
 
     @staticmethod
     def of(provider: SandboxProvider) -> Environments:
@@ -141,20 +143,54 @@ class Environments:
 
         Raises SandboxError; ConfigError when the set-up of the environment fails.
         """
-        environment = task.environment
         archive = b"" if task.whole_machine else (await self.files(task)).archive
         prepared = await self._prepare(task)
-        async with self.provider.sandbox(
-            environment.image,
-            snapshot=prepared.snapshot,
-            env=prepared.variables(environment),
-            **{**environment.limits, **spec},
-        ) as box:
+        async with self._sandbox(task, prepared, prepared.snapshot, spec) as box:
             if archive:
                 await box.upload(task.repo_path, archive)
-            if environment.activate:
-                await _run(box, environment.activate, f"environment.activate: {environment.activate!r}")
+            await _activate(box, task.environment)
             yield box
+
+    @asynccontextmanager
+    async def open_from(self, task: SweTask, snapshot: str) -> AsyncIterator[Sandbox]:
+        """Open a sandbox of `task` from a snapshot of another one of it, files alone. Raises as `open`."""
+        async with self._sandbox(task, await self._prepare(task), snapshot, {}) as box:
+            await _activate(box, task.environment)
+            yield box
+
+    def _sandbox(
+        self, task: SweTask, prepared: _Prepared, snapshot: str | None, spec: Mapping[str, Any]
+    ) -> AbstractAsyncContextManager[Sandbox]:
+        environment = task.environment
+        variables = prepared.variables(environment)
+        limits = {**environment.limits, **spec}
+        return self.provider.sandbox(environment.image, snapshot=snapshot, env=variables, **limits)
+
+    async def prefetch(self, tasks: Sequence[SweTask], count: int) -> None:
+        """Fetch sources, prepare environments, and have `count` sandboxes of each task warm where the provider can.
+
+        Raises as `open`, at the first task that cannot be had.
+        """
+        wanted: Counter[str] = Counter()
+        chosen: dict[str, SweTask] = {}
+        for task in tasks:
+            if not task.whole_machine:
+                await self.files(task)
+            await self._prepare(task)
+            wanted[task.environment.key] += count
+            chosen[task.environment.key] = task
+        provider = self.provider
+        if not isinstance(provider, WarmProvider):
+            return
+        for key, task in chosen.items():
+            prepared, environment = await self._prepare(task), task.environment
+            variables, limits = prepared.variables(environment), dict(environment.limits)
+            snapshot = prepared.snapshot
+            await provider.prefetch(environment.image, snapshot=snapshot, env=variables, count=wanted[key], **limits)
+
+    async def forget(self, snapshot: str) -> None:
+        """Delete a snapshot that was taken of a sandbox of this provider."""
+        await self.provider.delete_snapshot(snapshot)
 
     async def aclose(self) -> None:
         """Delete the snapshots; idempotent."""
@@ -234,6 +270,11 @@ def _pack(wheels: list[Path]) -> bytes:
         for wheel in wheels:
             archive.add(wheel, wheel.name)
     return buffer.getvalue()
+
+
+async def _activate(box: Sandbox, environment: Environment) -> None:
+    if environment.activate:
+        await _run(box, environment.activate, f"environment.activate: {environment.activate!r}")
 
 
 async def _run(box: Sandbox, command: str, what: str) -> None:

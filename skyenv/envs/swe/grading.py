@@ -22,6 +22,7 @@ from typing import Any
 from anyio import to_thread
 
 from skyenv.core import Sandbox, SandboxProvider
+from skyenv.envs.swe.beginnings import ReadySandbox
 from skyenv.envs.swe.environment import Environments, TaskFiles
 from skyenv.envs.swe.extraction import MAX_CHANGED_BYTES, WorkTree, download_bounded, entries, read_work_tree
 from skyenv.envs.swe.gitstream import two_commits
@@ -90,18 +91,25 @@ async def read_agent(task: SweTask, box: Sandbox, environments: Environments) ->
     return await read_work_tree(box, task.repo_path, files.source)
 
 
-async def grade_work_tree(task: SweTask, tree: WorkTree, environments: Environments) -> dict[str, Any]:
-    """Grade a work tree. A sandbox that fails is replaced once; after that the status is `infra_error`."""
-    return (await try_work_tree(task, tree, environments)).verdict()
+async def grade_work_tree(
+    task: SweTask, tree: WorkTree, environments: Environments, ready: ReadySandbox | None = None
+) -> dict[str, Any]:
+    """Grade a work tree, in the `ready` sandbox if there is one, which stays its owner's to close.
+
+    A sandbox that fails is replaced once; after that the status is `infra_error`.
+    """
+    return (await try_work_tree(task, tree, environments, ready)).verdict()
 
 
-async def try_work_tree(task: SweTask, tree: WorkTree, environments: Environments) -> Grade:
+async def try_work_tree(
+    task: SweTask, tree: WorkTree, environments: Environments, ready: ReadySandbox | None = None
+) -> Grade:
     """Grade a work tree as `grade_work_tree` does."""
     started = time.perf_counter()
     for attempt in (1, 2):
         grade = Grade(task)
         try:
-            await _grade(grade, tree, environments)
+            await _grade(grade, tree, environments, ready)
             break
         except SandboxError as error:
             _log.warning("grading %s, attempt %d: %s: %s", task.task_id, attempt, type(error).__name__, error)
@@ -110,7 +118,7 @@ async def try_work_tree(task: SweTask, tree: WorkTree, environments: Environment
     return grade
 
 
-async def _grade(grade: Grade, tree: WorkTree, environments: Environments) -> None:
+async def _grade(grade: Grade, tree: WorkTree, environments: Environments, ready: ReadySandbox | None) -> None:
     """From a work tree to a status; the empty patch is judged without running anything."""
     task = grade.task
     files = await environments.files(task)
@@ -125,7 +133,7 @@ async def _grade(grade: Grade, tree: WorkTree, environments: Environments) -> No
     elif not selection.kept:
         grade.status = "empty_patch"
     else:
-        await run_tests(grade, selection.kept, environments)
+        await run_tests(grade, selection.kept, environments, ready)
         if grade.status == "instance_error":
             await _blame(grade, environments)
 
@@ -139,7 +147,9 @@ async def _blame(grade: Grade, environments: Environments) -> None:
         grade.status = next((by_flag[flag] for flag in grade.flags if flag in by_flag), "patch_rejected")
 
 
-async def run_tests(grade: Grade, kept: tuple[Change, ...], environments: Environments) -> None:
+async def run_tests(
+    grade: Grade, kept: tuple[Change, ...], environments: Environments, ready: ReadySandbox | None = None
+) -> None:
     """Make the patch, apply it, put the graded tests over it and run them, all in one clean sandbox.
 
     Works for no changes too, which is how a task's failing tests are validated.
@@ -162,7 +172,7 @@ async def run_tests(grade: Grade, kept: tuple[Change, ...], environments: Enviro
         grade.flags.append(f"no_test_file:{absent[0]}")
         return
     started = time.perf_counter()
-    async with environments.open(task) as box:
+    async with environments.open(task) if ready is None else ready.open() as box:
         opened = time.perf_counter()
         if not await _prepare(grade, kept, job, files, box):
             return
