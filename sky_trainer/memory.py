@@ -13,6 +13,8 @@ from typing import Any
 GIB = 1 << 30
 TILE_TOKENS, TILE_VOCABULARY = 4096, 32768
 """Rows and columns of the output layer that TRL computes at a time."""
+TILES_GPU, TILES_CPU = 2, 8
+"""Copies of such a tile at one moment: fused in a kernel, and in plain torch (measured)."""
 CONTEXT_BYTES = GIB
 FRAGMENTS = 1.06
 """What a CUDA context takes, and what the allocator cannot use, as a factor."""
@@ -84,7 +86,8 @@ class Load:
 
     `shards`: GPUs that share weights, gradients and optimizer; 1 when each holds all. `reference`: a second copy for
     a KL penalty. `moments`: bytes of optimizer state a trainable parameter. `rows` of `length` tokens go through at
-    once; `cached` rows are generated at a time by an engine in this process, which holds `copies` more of the weights.
+    once, `tiles` of the output layer at a time; `cached` rows are generated at a time by an engine in this process,
+    which holds `copies` more of the weights.
     """
 
     width: int
@@ -95,6 +98,7 @@ class Load:
     checkpointing: bool
     rows: int
     length: int
+    tiles: int = TILES_GPU
     cached: int = 0
     copies: int = 0
 
@@ -143,7 +147,7 @@ def estimate(shape: Shape, load: Load) -> Estimate:
     else:
         working = shape.parameters * 2 if load.mixed and load.width > 2 else 0
     head_gradient = shape.embedding * 4 if shape.trainable == shape.parameters else 0
-    output = 2 * 4 * min(tokens, TILE_TOKENS) * min(shape.vocabulary, TILE_VOCABULARY) + head_gradient
+    output = load.tiles * 4 * min(tokens, TILE_TOKENS) * min(shape.vocabulary, TILE_VOCABULARY) + head_gradient
     return Estimate(
         weights=shape.parameters * load.width / load.shards,
         gradients=shape.trainable * load.width / load.shards,
