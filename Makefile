@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test check bench chaos bench-sandbox clean
+.PHONY: install demo test check bench chaos bench-sandbox soak clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ bench-sandbox: install
 chaos: install
 	SKYENV_CHAOS_KILLS=$(or $(KILLS),200) SKYENV_CHAOS_CYCLES=$(or $(CYCLES),1000) SKYENV_CHAOS_SEED=$(or $(SEED),0) \
 		$(BIN)/python -m pytest tests/remote/test_chaos.py $(ARGS)
+
+# Hundreds of rollouts while sandboxes, the node server and engines are killed under them; ends with one JSON line.
+soak: install
+	$(BIN)/python -m tests.rollout.soak --minutes $(or $(SOAK_MINUTES),10) --seed $(or $(SEED),0)
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache

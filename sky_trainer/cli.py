@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from sky_trainer.commands import demo, doctor, evaluate, rollout, select, sft, show, timeline, train
+from sky_trainer.commands import demo, doctor, evaluate, rollout, select, serve_engine, sft, show, timeline, train
 from sky_trainer.commands.output import print_error
 from skyenv.errors import ConfigError, SkyEnvError
 
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="sky_trainer", description="Train tool-using language models with GRPO in real sandboxes."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for module in (demo, sft, train, evaluate, rollout, select, show, timeline, doctor):
+    for module in (demo, sft, train, evaluate, rollout, select, show, timeline, serve_engine, doctor):
         module.add(commands)
     return parser
 

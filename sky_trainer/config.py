@@ -18,6 +18,7 @@ import yaml
 
 from sky_trainer.advantages import AdvantageConfig
 from sky_trainer.filters import FilterConfig
+from sky_trainer.sections.engine import EngineConfig, check_engine
 from sky_trainer.sections.lora import LoraConfig, check_lora
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, read_yaml, with_overrides
@@ -136,6 +137,7 @@ class Config:
     tasks: TasksConfig = field(default_factory=TasksConfig)
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -167,6 +169,7 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     """
     config = build(Config, data)
     _check_rollout(config.rollout)
+    check_engine(config.engine)
     if training:
         _check_training(config)
     return config
@@ -181,9 +184,9 @@ def to_mapping(config: Config) -> dict[str, Any]:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML, without the sandbox token."""
+    """Write the resolved config as YAML, without tokens."""
     data = to_mapping(config)
-    data["sandbox"]["token"] = None
+    data["sandbox"]["token"] = data["engine"]["token"] = None
     path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
 
 

@@ -61,7 +61,7 @@ def draw_timeline(
 
 
 def _draw_trajectories(axes: Axes, lines: Sequence[Lifeline]) -> list[Patch]:
-    """One row a trajectory, all bars of a colour as one collection; returns the legend."""
+    """One row a trajectory; returns the legend."""
     from matplotlib.patches import Patch
 
     colours = {**{f"{state}_wait": WAITING for state in COLOURS}, **COLOURS}
@@ -73,7 +73,7 @@ def _draw_trajectories(axes: Axes, lines: Sequence[Lifeline]) -> list[Patch]:
         bars.setdefault(GENERATING, []).extend(_box(start, end, row) for start, end in line.generations)
     failed = [(line.end, row) for row, line in enumerate(lines) if line.reward is None]
     _add(axes, bars)
-    names = [(COLOURS["init"], "init"), (GENERATING, "run: engine generates"), (COLOURS["run"], "run: tools")]
+    names = [(COLOURS["init"], "init"), (GENERATING, "run: engine"), (COLOURS["run"], "run: tools")]
     names += [(COLOURS["eval"], "eval"), (WAITING, "waiting for a slot")]
     legend = [Patch(color=colour, label=label) for colour, label in names]
     if failed:
@@ -87,10 +87,15 @@ def _draw_trajectories(axes: Axes, lines: Sequence[Lifeline]) -> list[Patch]:
 
 
 def _add(axes: Axes, bars: dict[str, list[Any]]) -> None:
-    from matplotlib.collections import PolyCollection
+    """One path a colour, so that the file stays small."""
+    import numpy as np
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
 
     for colour, boxes in bars.items():
-        axes.add_collection(PolyCollection(boxes, facecolors=colour, edgecolors="none", antialiaseds=False))
+        if boxes:
+            outline = Outline.make_compound_path_from_polys(np.array(boxes))
+            axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor="none", linewidth=0))
 
 
 def _box(start: float, end: float, row: int) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -188,6 +188,10 @@ class HFEngine:
         with self._steps.between():
             load(self._model)
 
+    def between_steps(self) -> AbstractContextManager[None]:
+        """Around other use of the module; blocks until the running decoding step has ended, and holds up the next."""
+        return self._steps.between()
+
     def pause(self) -> None:
         """Begin no further decoding step until `resume`; requests wait where they are."""
         self._steps.pause()
@@ -196,13 +200,16 @@ class HFEngine:
         """Go on after `pause`."""
         self._steps.resume()
 
-    def abort(self) -> None:
-        """End every request at its next id with finish reason `abort`; those that wait get none."""
-        for request in self._running + self._waiting:
+    async def abort(self) -> None:
+        """End every request with the ids that it has, finish reason `abort`; return once they have ended."""
+        ending = self._running + self._waiting
+        for request in ending:
             request.cancelled = True
         for request in self._waiting:
             request.done.set()
         self._waiting = []
+        for request in ending:
+            await request.done.wait()
 
     def _checked(self, prompt_ids: Sequence[int]) -> list[int]:
         vocab = self._model.config.vocab_size

@@ -21,14 +21,13 @@ from sky_trainer import config as configuration
 from sky_trainer.assembly import choose_tasks, make_pipeline, make_renderer
 from sky_trainer.config import Config
 from sky_trainer.display import Display
-from sky_trainer.engines import HFEngine
 from sky_trainer.filters import Resampling
+from sky_trainer.opening import opened_engine
 from sky_trainer.record import RunRecord, last_checkpoint, quarters, read_metrics
 from sky_trainer.rollouts import Rollouts, opened
 from sky_trainer.sections.lora import with_adapters
 from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
-from sky_trainer.weights import SharedWeights
 from skyenv.envs.swe.records import require_records
 from skyenv.errors import ConfigError
 from skyenv.types import Trajectory
@@ -71,8 +70,7 @@ def train(config: Config, display: Display) -> Outcome:
         model, tokenizer = starting_policy(config, tasks, Sandboxes(portal, provider), display)
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
-        engine = HFEngine(model, renderer.decode, renderer.stop_token_ids, seed=config.seed)
-        stack.enter_context(opened(portal, engine))
+        engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
 
@@ -89,7 +87,7 @@ def train(config: Config, display: Display) -> Outcome:
             args=args,
             tasks=tasks,
             collect=Resampling(rollouts.collect, rollouts.collect, tasks, config.filter, config.seed),
-            weights=SharedWeights(engine),
+            weights=weights,
             processing_class=tokenizer,
             rows=config.rollout.rows,
             advantage=config.advantage,
@@ -136,7 +134,8 @@ def prepare_directory(config: Config) -> None:
     if not config.resume and read_metrics(config.run_dir):
         raise ConfigError(f"out: {config.run_dir} holds a run already; choose another or leave resume at true")
     before = configuration.from_mapping(read_yaml(path))
-    changed = [key for key in different_keys(before, config) if key not in ("steps", "save_every", "resume")]
+    may_change = ("steps", "save_every", "resume")
+    changed = [key for key in different_keys(before, config) if key not in may_change and not key.startswith("engine.")]
     if changed:
         raise ConfigError(
             f"out: {config.run_dir} holds a run with another {', '.join(changed)}; choose another directory"

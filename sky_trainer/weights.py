@@ -9,8 +9,25 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
+from skyenv.errors import EngineError
+
 if TYPE_CHECKING:
     from anyio.from_thread import BlockingPortal
+
+
+class WeightSyncFailed(EngineError):
+    """No engine could be brought to the trainer's weights; the message names each and why."""
+
+
+class WeightsNotVisible(EngineError):
+    """An engine took an update and yet does not sample from the trainer's weights.
+
+    `gap` is the mean difference of a probe's logprobs in nats.
+    """
+
+    def __init__(self, url: str, version: int, gap: float, cause: str) -> None:
+        super().__init__(f"{url} does not sample from version {version}: {cause}")
+        self.url, self.version, self.gap, self.cause = url, version, gap, cause
 
 
 class WeightSync(Protocol):

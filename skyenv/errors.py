@@ -9,6 +9,7 @@ infrastructure raises, and what it raises is one of these types, so that a failu
      |   +- SandboxLost           it existed and is gone
      |   +- SandboxProtocolError  client and node do not understand each other
      |   +- DeadlineExceeded      a stage, the wait for its slot, or a whole trajectory took too long
+     |   +- ShardLost             the process that ran a share of a pipeline died or fell silent
      +- SourceUnavailable     the files of a task cannot be fetched now
      +- EngineError           the inference server failed (a full context is a StopReason, not an error)
      |   +- EngineUnavailable     it cannot be reached, turned the request away or broke off: another one may answer
@@ -59,6 +60,10 @@ class SandboxProtocolError(SandboxError):
 
 class DeadlineExceeded(SandboxError):
     """An infrastructure deadline passed: of a stage, of the wait for its slot, or of the whole trajectory."""
+
+
+class ShardLost(SandboxError):
+    """The process or machine that ran a share of a pipeline died, fell silent or could not be started."""
 
 
 class SandboxPathError(SkyEnvError, OSError):

@@ -93,6 +93,8 @@ class Completion:
     `token_ids` and `logprobs` have equal length and are exactly what was sampled; both are empty when the server
     returns text only, and then `text` is all there is and the trajectory is not exact. `calls` are those that such a
     server reports beside its text. `cached_tokens` of the prompt were in the server's prefix cache (None: not told).
+    `policy_version` is the oldest that sampled any of the ids; where weights changed in between, `versions` says which
+    sampled which, as pairs of how many ids and the version, in order.
     """
 
     text: str
@@ -103,10 +105,13 @@ class Completion:
     seconds: float = 0.0
     calls: tuple[NativeCall, ...] = ()
     cached_tokens: int | None = None
+    versions: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} token ids but {len(self.logprobs)} logprobs")
+        if self.versions and sum(count for count, _version in self.versions) != len(self.token_ids):
+            raise ValueError(f"the versions of {len(self.token_ids)} token ids are {self.versions}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,16 @@ LAYERS: dict[str, set[str]] = {
     | {"skyenv.envs", "skyenv.tools", "skyenv.formats", "skyenv.portal", "skyenv.spaces", "skyenv.rewards"},
     "skyenv.rollout": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.stuck", "skyenv.context", "skyenv.history"},
     "skyenv.vector": CORE
-    | {"skyenv.vector", "skyenv.rollout", "skyenv.renderer", "skyenv.rewards", "skyenv.portal", "skyenv.stuck"},
+    | {
+        "skyenv.vector",
+        "skyenv.rollout",
+        "skyenv.renderer",
+        "skyenv.rewards",
+        "skyenv.portal",
+        "skyenv.stuck",
+        "skyenv.plugins",
+        "skyenv.trajectory_io",
+    },
     "skyenv.recorder": CORE | {"skyenv.recorder", "skyenv.renderer", "skyenv.formats", "skyenv.remote.listen"},
     "skyenv": {"skyenv"},
     "sky_trainer": {"skyenv", "sky_trainer"},

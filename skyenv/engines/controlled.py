@@ -1,8 +1,9 @@
 """What the controls of all servers share: the words of an update, and calls to a server's control endpoints.
 
-Ownership: a controlled server owns one connection pool of its own, open inside `async with`, so that it can live on
-another event loop (the trainer's thread) than the engine does. Nothing is repeated: every call ends at a deadline, in
-EngineError when the server refused, in EngineUnavailable when it did not answer, and then nobody knows what it did.
+Ownership: a controlled server owns one connection pool of its own, open inside `async with`, on the event loop that the
+engine is used on: while the server is paused the engine keeps its requests back. Nothing is repeated: every call ends
+at a deadline, in EngineError when the server refused, in EngineUnavailable when it did not answer, and then nobody
+knows what it did.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class ControlledServer:
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(self._timeout, connect=min(10.0, self._timeout)),
+            limits=httpx.Limits(max_keepalive_connections=0),  # servers hang up after an error of theirs
             transport=self._transport,
         )
         return self
@@ -96,6 +98,7 @@ class ControlledServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.release()
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -122,6 +125,21 @@ class ControlledServer:
             return None
         with boundary(EngineError, f"{self.url}{path} answered no JSON"):
             return response.json()
+
+    async def holding(self, path: str, *, body: Any = None, query: Any = None, slow: bool = False) -> None:
+        """As `call`; from now on the engine keeps its requests back, unless the call fails."""
+        self._engine.hold()
+        done = False
+        try:
+            await self.call("POST", path, body=body, query=query, slow=slow)
+            done = True
+        finally:
+            if not done:
+                self.release()
+
+    def release(self) -> None:
+        """The engine sends its requests again."""
+        self._engine.release()
 
     def installed(self, version: int) -> None:
         """The server samples from `version` now."""

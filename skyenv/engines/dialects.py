@@ -29,6 +29,7 @@ class Request:
     messages: tuple[Message, ...]
     sampling: SamplingParams
     request_id: str
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def vllm_body(request: Request) -> dict[str, Any]:
     """For `/v1/completions` with a prompt of token ids; vLLM 0.10.2 or later for `return_token_ids`."""
     sampling = request.sampling
     body: dict[str, Any] = {
-        "model": request.model,
+        "model": request.adapter or request.model,
         "prompt": list(request.prompt_ids),
         "request_id": request.request_id,
         "max_tokens": sampling.max_tokens,
@@ -95,19 +96,21 @@ def sglang_body(request: Request) -> dict[str, Any]:
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    return {
+    body = {
         "rid": request.request_id,
         "input_ids": list(request.prompt_ids),
         "sampling_params": params,
         "return_logprob": True,
         "stream": False,
     }
+    return {**body, "lora_path": request.adapter} if request.adapter else body
 
 
 def sglang_answer(body: Any) -> Completion:
-    """Ids and logprobs from `meta_info.output_token_logprobs`, triples of logprob, id and text."""
+    """Ids and logprobs from `meta_info.output_token_logprobs`, triples of logprob, id and text; versions by token."""
     meta = _part(body, "meta_info")
-    triples = _part(meta, "output_token_logprobs")
+    reason = _part(meta, "finish_reason", "type")
+    triples = meta.get("output_token_logprobs", []) if reason == "abort" else _part(meta, "output_token_logprobs")
     if not isinstance(triples, list) or not all(isinstance(t, list) and len(t) >= 2 for t in triples):
         raise EngineError("the answer's meta_info.output_token_logprobs is not a list of triples")
     ids = _ids([triple[1] for triple in triples], "meta_info.output_token_logprobs")
@@ -115,14 +118,13 @@ def sglang_answer(body: Any) -> Completion:
     counted = meta.get("completion_tokens", len(ids))
     if counted != len(ids):
         raise EngineError(f"the answer counts {counted!r} completion tokens and has {len(ids)}")
-    reason = _part(meta, "finish_reason", "type")
-    if reason == "abort":
-        raise EngineError(
-            f"the server aborted the generation: {meta['finish_reason'].get('message', 'no reason given')}"
-        )
-    version = str(meta.get("weight_version", ""))
-    completion = _completion(_text(body, "text"), ids, logprobs, reason, int(version) if version.isdecimal() else 0)
-    return replace(completion, cached_tokens=_count(meta, "cached_tokens"))
+    versions = _spans(meta.get("weight_versions"), len(ids)) or _spans(
+        [{"version": meta.get("weight_version")}], len(ids)
+    )
+    completion = _completion(_text(body, "text"), ids, logprobs, reason)
+    oldest = min((version for _count, version in versions), default=0)
+    changed = versions if len(versions) > 1 else ()
+    return replace(completion, policy_version=oldest, versions=changed, cached_tokens=_count(meta, "cached_tokens"))
 
 
 def chat_body(request: Request) -> dict[str, Any]:
@@ -235,6 +237,20 @@ def _count(value: Any, key: str) -> int | None:
     return count if type(count) is int and count >= 0 else None
 
 
+def _spans(values: Any, size: int) -> tuple[tuple[int, int], ...]:
+    """How many ids each version sampled; nothing when a version is not one of ours, as before the first update."""
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        return ()
+    found: list[tuple[int, int]] = []
+    for value in values:
+        version, start, end = str(value.get("version")), value.get("start", 0), value.get("end", size)
+        if not version.isdecimal() or type(start) is not int or type(end) is not int:
+            return ()
+        if end > start:
+            found.append((end - start, int(version)))
+    return tuple(found) if sum(count for count, _version in found) == size else ()
+
+
 def _ids(values: Any, where: str) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
         raise EngineError(f"the answer's {where} is not a list of token ids")
@@ -248,10 +264,10 @@ def _logprobs(values: Any, where: str) -> tuple[float, ...]:
     return tuple(float(value) for value in values)
 
 
-def _completion(text: str, ids: Sequence[int], logprobs: Sequence[float], reason: Any, version: int = 0) -> Completion:
+def _completion(text: str, ids: Sequence[int], logprobs: Sequence[float], reason: Any) -> Completion:
     if len(ids) != len(logprobs):
         raise EngineError(f"the answer has {len(ids)} token ids and {len(logprobs)} logprobs")
     reasons: dict[Any, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
     if reason not in reasons:
         raise EngineError(f"the answer's finish reason is {reason!r}")
-    return Completion(text, tuple(ids), tuple(logprobs), reasons[reason], version)
+    return Completion(text, tuple(ids), tuple(logprobs), reasons[reason])

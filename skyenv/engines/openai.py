@@ -2,8 +2,8 @@
 
 Ownership: the engine owns one connection pool, open inside `async with`. The pool is unbounded, because how many
 requests are under way is the pipeline's decision. Retries live here although the house keeps them in the sandbox
-client: sampling has no effect on the server, so repeating a request that found no listener, lost its connection before
-the answer began, or was turned away with 429 or 503 is safe; nothing else is repeated, and all of it ends at a
+client: sampling has no effect on the server, so repeating a request that found no listener, lost its connection,
+or was turned away with 429 or 503 is safe; nothing else is repeated, and all of it ends at a
 deadline. Start vLLM with `--logprobs-mode processed_logprobs` when the temperature is not 1: its default logprobs are
 those before temperature. SGLang heeds a seed only with `--enable-deterministic-inference`.
 """
@@ -23,12 +23,15 @@ import httpx
 import tenacity
 
 from skyenv.engines.dialects import DIALECTS, Flavour, Request
+from skyenv.engines.parts import joined, remaining
 from skyenv.errors import ConfigError, EngineError, EngineUnavailable, ResetNeeded, boundary
 from skyenv.types import Completion, Message, SamplingParams
 
 API_KEY = "OPENAI_API_KEY"
 ABORT_DEADLINE = 5.0
 RETRIED_STATUS = frozenset({429, 503})
+EMPTY_PARTS = 3
+KEPT_ALIVE = 2.0  # seconds; servers hang up on an idle connection after five
 
 
 class _Busy(EngineUnavailable):
@@ -45,7 +48,8 @@ class OpenAIEngine:
     `model` "" takes the server's first. `flavour` "auto" asks `/v1/models` who owns it. `timeout` bounds one request,
     `retry_for` the time spent on repeating refused ones, both in seconds. The bearer token comes from the environment
     variable OPENAI_API_KEY. `policy_version` is stamped on completions (SGLang reports its own when it is a number);
-    whoever updates the server's weights sets it. `transport` replaces the network.
+    `adapter` names the LoRA adapter that samples; whoever updates the weights sets both. `transport` replaces the
+    network.
     """
 
     def __init__(
@@ -62,12 +66,13 @@ class OpenAIEngine:
             raise ConfigError(f"engine.url: {url!r} must start with http:// or https://")
         if flavour not in ("auto", *DIALECTS):
             raise ConfigError(f"engine.flavour: {flavour!r} is not auto, {', '.join(DIALECTS)}")
-        self.policy_version = 0
+        self.policy_version, self.adapter = 0, ""
         self.model, self.flavour = model, flavour
         self._url = url.rstrip("/").removesuffix("/v1")
         self._timeout, self._retry_for, self._transport = timeout, retry_for, transport
         self._client: httpx.AsyncClient | None = None
         self._open = AsyncExitStack()
+        self._released: anyio.Event | None = None
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -89,7 +94,7 @@ class OpenAIEngine:
             base_url=self._url,
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(self._timeout, connect=min(10.0, self._timeout), pool=None),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEPT_ALIVE),
             transport=self._transport,
         )
         async with client as self._client:
@@ -109,6 +114,20 @@ class OpenAIEngine:
         with anyio.CancelScope(shield=True):
             await self._open.aclose()
 
+    def hold(self) -> None:
+        """Let requests wait here until `release`: the server is paused to take new weights.
+
+        They would wait there too, but then nobody could tell which weights sampled them. Call it on the engine's loop.
+        """
+        if self._released is None:
+            self._released = anyio.Event()
+
+    def release(self) -> None:
+        """Send the requests that wait; harmless when none is held."""
+        released, self._released = self._released, None
+        if released is not None:
+            released.set()
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -117,12 +136,29 @@ class OpenAIEngine:
         messages: Sequence[Message] = (),
         session_id: str = "",
     ) -> Completion:
-        """One completion. Raises EngineError; ResetNeeded outside `async with`."""
+        """One completion. Raises EngineError; ResetNeeded outside `async with`.
+
+        What the server broke off to take new weights is asked for again from there, and is one completion of several
+        versions.
+        """
         if self.flavour == "auto":
             raise ResetNeeded("OpenAIEngine: use it inside `async with`")
-        dialect = DIALECTS[self.flavour]
-        version, started = self.policy_version, anyio.current_time()
-        request = Request(self.model, tuple(prompt_ids), tuple(messages), sampling, uuid.uuid4().hex)
+        started = anyio.current_time()
+        request = Request(self.model, tuple(prompt_ids), tuple(messages), sampling, uuid.uuid4().hex, self.adapter)
+        parts = [await self._ask(self.flavour, request, session_id)]
+        while parts[-1].finish_reason == "abort":
+            if len(parts) >= EMPTY_PARTS and not any(part.token_ids for part in parts[-EMPTY_PARTS:]):
+                raise EngineUnavailable(f"{self._url} aborted one generation {EMPTY_PARTS} times without an id")
+            rest = remaining(request, parts, uuid.uuid4().hex)
+            parts.append(await self._ask(self.flavour, rest, session_id))
+        return replace(joined(parts), seconds=anyio.current_time() - started)
+
+    async def _ask(self, flavour: Flavour, request: Request, session_id: str) -> Completion:
+        """One request that the server answers, perhaps with less than was asked for."""
+        while self._released is not None:
+            await self._released.wait()
+        dialect = DIALECTS[flavour]
+        version, request = self.policy_version, replace(request, adapter=self.adapter)
         try:
             body = await self._retried("POST", dialect.path, dialect.body(request), session_id)
         except anyio.get_cancelled_exc_class():
@@ -130,11 +166,7 @@ class OpenAIEngine:
                 await self._abort(dialect.abort_path, request.request_id)
             raise
         completion = dialect.answer(body)
-        return replace(
-            completion,
-            policy_version=completion.policy_version or version,
-            seconds=anyio.current_time() - started,
-        )
+        return replace(completion, policy_version=completion.policy_version or version)
 
     async def healthy(self, timeout: float = 2.0) -> bool:
         """Whether the server answers `/health`, or `/v1/models` where it has no such page, within `timeout` seconds."""
@@ -179,7 +211,7 @@ class OpenAIEngine:
         headers = {"x-session-id": session_id.encode("ascii", "replace").decode()} if session_id else {}
         try:
             response = await self._client.request(method, path, json=body, headers=headers)
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
+        except (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
             raise _Busy(f"{self._url} cannot be reached: {error}") from error
         except httpx.TimeoutException as error:
             raise EngineUnavailable(f"{self._url}{path} did not answer within {self._timeout:g} s") from error

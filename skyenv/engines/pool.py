@@ -3,27 +3,29 @@
 A trajectory stays on the server that holds its prefix as long as that server answers and is not much fuller than the
 others; load is counted in tokens (prompt and answer budget) of the requests under way. A request that a server lost is
 sent to another one: with ids in and ids out nothing else of a trajectory lives on a server. A server that failed is
-asked for its health before it gets work again, with growing pauses. The pool opens and closes its engines.
+asked for its health before it gets work again, with growing pauses, and `EnginePool.admit` has the last word on that.
+The pool opens and closes its engines.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import anyio
 
 from skyenv.engines.openai import OpenAIEngine
-from skyenv.errors import ConfigError, EngineUnavailable, SkyEnvError
+from skyenv.errors import ConfigError, EngineError, EngineUnavailable, SkyEnvError
 from skyenv.types import Completion, Message, SamplingParams
 
 logger = logging.getLogger(__name__)
 SESSIONS_KEPT = 100_000
+Admit = Callable[[OpenAIEngine], Awaitable[None]]
 LEAST_PAUSE, FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0, 60.0
 
 
@@ -52,6 +54,8 @@ class _Server:
     cached_tokens: int | None = None
     pause: float = FIRST_PAUSE
     next_look: float = 0.0
+    looking: bool = False
+    asking: set[anyio.CancelScope] = field(default_factory=set)
 
     def stats(self) -> ServerStats:
         rate = (
@@ -65,7 +69,8 @@ class EnginePool:
 
     Servers that are down when it is entered are taken in once they answer; EngineUnavailable when none does.
     `slack` is how much fuller than the least loaded server a trajectory's own may be before it moves, as a share.
-    `patience` bounds in seconds how long a request looks for a server that answers.
+    `patience` bounds in seconds how long a request looks for a server that answers. `admit` is awaited before a server
+    that was out gets work, with its engine; an EngineError keeps it out. Whoever keeps servers' weights sets it.
     """
 
     def __init__(self, engines: Sequence[OpenAIEngine], *, slack: float = 0.5, patience: float = 120.0) -> None:
@@ -77,12 +82,30 @@ class EnginePool:
         self._slack, self._patience = slack, patience
         self._homes: OrderedDict[str, _Server] = OrderedDict()
         self._version = 0
+        self.admit: Admit = _admit
         self._open = AsyncExitStack()
 
     @classmethod
     def at(cls, urls: Sequence[str], model: str = "", *, slack: float = 0.5, patience: float = 120.0) -> EnginePool:
         """A pool of the servers at `urls`; what one of them refuses goes to the next, not to the same one again."""
         return cls([OpenAIEngine(url, model, retry_for=0.0) for url in urls], slack=slack, patience=patience)
+
+    @property
+    def engines(self) -> list[OpenAIEngine]:
+        """The engines of its servers, in order."""
+        return [server.engine for server in self._servers]
+
+    def is_up(self, url: str) -> bool:
+        """Whether the server at `url` gets work."""
+        return any(server.up for server in self._servers if server.engine.url == url)
+
+    def put_out(self, url: str, error: SkyEnvError) -> None:
+        """Give the server at `url` no work until it is well and admitted; what it works on goes to another one."""
+        for server in self._servers:
+            if server.engine.url == url:
+                self._down(server, error)
+                for scope in server.asking:
+                    scope.cancel()
 
     @property
     def policy_version(self) -> int:
@@ -142,10 +165,16 @@ class EnginePool:
     ) -> Completion:
         tokens = len(prompt_ids) + sampling.max_tokens
         server.requests, server.tokens = server.requests + 1, server.tokens + tokens
-        try:
-            completion = await server.engine.generate(prompt_ids, sampling, **rest)
-        finally:
-            server.requests, server.tokens = server.requests - 1, server.tokens - tokens
+        completion = None
+        with anyio.CancelScope() as scope:
+            server.asking.add(scope)
+            try:
+                completion = await server.engine.generate(prompt_ids, sampling, **rest)
+            finally:
+                server.asking.discard(scope)
+                server.requests, server.tokens = server.requests - 1, server.tokens - tokens
+        if completion is None:
+            raise EngineUnavailable(f"{server.engine.url} was put out")
         server.answered += 1
         server.pause = FIRST_PAUSE
         if completion.cached_tokens is not None:
@@ -196,20 +225,35 @@ class EnginePool:
         """Ask servers that are out whether they are well, each when its pause is over and by one request at a time."""
         now = anyio.current_time()
         for server in self._servers:
-            if not server.up and now >= server.next_look:
+            if not server.up and not server.looking and now >= server.next_look:
                 server.next_look = now + server.pause
                 await self._look(server)
 
     async def _look(self, server: _Server) -> None:
-        was = server.up
+        was, server.up = server.up, False
+        server.looking = True
         try:
-            server.up = await server.engine.healthy()
-            if server.up:
-                await server.engine.known()
+            server.up = await server.engine.healthy() and await self._welcome(server)
         except EngineUnavailable:
-            server.up = False
+            pass
+        finally:
+            server.looking = False
         if not server.up:
             server.next_look = anyio.current_time() + server.pause
             server.pause = min(2 * server.pause, LONGEST_PAUSE)
         elif not was:
             logger.info("%s is back", server.engine.url)
+
+    async def _welcome(self, server: _Server) -> bool:
+        """Ask a server that is well what it is, and whether it may work. EngineError when it is no such server."""
+        await server.engine.known()
+        try:
+            await self.admit(server.engine)
+        except EngineError as error:
+            logger.warning("%s stays out: %s", server.engine.url, error)
+            return False
+        return True
+
+
+async def _admit(engine: OpenAIEngine) -> None:
+    """Any server that is well gets work."""

@@ -19,12 +19,13 @@ class SGLangControl(ControlledServer):
         modes = {"abort": "abort", "keep": "in_place", "recompute": "retract"}
         if mode not in modes:
             raise ConfigError("pause: SGLang knows no 'wait'; not paused, it finishes requests before it takes weights")
-        await self.call("POST", "/pause_generation", body={"mode": modes[mode]})
+        await self.holding("/pause_generation", body={"mode": modes[mode]})
         self._frozen = mode == "keep"
 
     async def resume(self) -> None:
         """Go on generating."""
         await self.call("POST", "/continue_generation", body={})
+        self.release()
         self._frozen = False
 
     async def abort(self, request_id: str = "") -> None:

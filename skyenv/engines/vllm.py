@@ -18,12 +18,14 @@ class VLLMControl(ControlledServer):
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """Hold generation."""
-        await self.call("POST", "/pause", query={"mode": "keep" if mode == "recompute" else mode}, slow=mode == "wait")
+        query = {"mode": "keep" if mode == "recompute" else mode}
+        await self.holding("/pause", query=query, slow=mode == "wait")
         self._recompute = mode == "recompute"
 
     async def resume(self) -> None:
         """Go on generating."""
         await self.call("POST", "/resume")
+        self.release()
         self._recompute = False
 
     async def abort(self, request_id: str = "") -> None:

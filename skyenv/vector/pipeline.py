@@ -32,7 +32,7 @@ from skyenv.vector.lanes import Stages, StageWidths
 from skyenv.vector.metrics import Meter
 from skyenv.vector.progress import OnEvent, Progress
 from skyenv.vector.stopping import FailureThreshold, StopAction, check_attempts, check_stop_policy
-from skyenv.vector.work import Request, Work
+from skyenv.vector.work import Numbering, Request, Work
 
 __all__ = ["Durations", "RolloutPipeline", "StageWidths", "Stages", "TrajectoryRun"]
 
@@ -101,6 +101,12 @@ class RolloutPipeline:
         if enough is not None and not 1 <= enough <= group_size:
             raise ConfigError(f"enough: must be from 1 to group_size ({group_size})")
         return TrajectoryRun(self, Request(tasks, group_size, enough, priority))
+
+    def run_part(
+        self, task: Task | str, numbering: Numbering, *, enough: int | None = None, priority: int = 0
+    ) -> TrajectoryRun:
+        """As `run`, for these samples of one group that keep their numbers: a share of a larger run."""
+        return TrajectoryRun(self, Request([task], len(numbering.samples), enough, priority, numbering))
 
     async def run_groups(
         self, tasks: Iterable[Task | str], group_size: int = 8, *, enough: int | None = None, priority: int = 0

@@ -50,6 +50,14 @@ ENOUGH = "GroupComplete"
 
 
 @dataclass(frozen=True, slots=True)
+class Numbering:
+    """What the one group of a run is called: its number, and those of its samples."""
+
+    group_id: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a run is asked for; see `RolloutPipeline.run`."""
 
@@ -57,6 +65,7 @@ class Request:
     group_size: int
     enough: int | None = None
     priority: int = 0
+    numbering: Numbering | None = None
 
 
 @dataclass(slots=True)
@@ -104,14 +113,15 @@ class Work:
 
     def _items(self) -> Iterator[tuple[Item, Task | str]]:
         """Sibling after sibling, task after task; the longest first where that is asked for and known."""
-        tasks: Iterable[tuple[int, Task | str]] = enumerate(self._request.tasks)
+        numbering = self._request.numbering or Numbering(0, tuple(range(self._request.group_size)))
+        tasks: Iterable[tuple[int, Task | str]] = enumerate(self._request.tasks, numbering.group_id)
         history = self.pipeline.longest_first
         if history is not None and isinstance(self._request.tasks, Sequence):
             tasks = sorted(tasks, key=lambda numbered: -history.expected(_id_of(numbered[1])))
         for place, (group_id, task) in enumerate(tasks):
             task_id = _id_of(task)
-            self._places[group_id] = place
-            for sample_index in range(self._request.group_size):
+            self._places[group_id] = numbering.group_id + place
+            for sample_index in numbering.samples:
                 yield Item(task_id, group_id, sample_index), task
 
     async def _main(self, results: MemoryObjectSendStream[Trajectory]) -> None:

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from skyenv.engines.openai import OpenAIEngine
 from skyenv.engines.scripted import ScriptedEngine
-from skyenv.errors import ConfigError, EngineError, ResetNeeded
+from skyenv.errors import ConfigError, EngineError, EngineUnavailable, ResetNeeded
 from skyenv.testing.engine import check_engine
 from skyenv.types import Completion, Message, SamplingParams
 from tests.rollout.adventure import LOSE, RENDERER, WIN
@@ -223,11 +223,11 @@ def text_ids(answer: Any) -> Any:
     return answer
 
 
-def aborted(answer: Any) -> Any:
+def filtered(answer: Any) -> Any:
     if "choices" in answer:
         answer["choices"][0]["finish_reason"] = "content_filter"
     else:
-        answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "weights changed"}
+        answer["meta_info"]["finish_reason"] = {"type": "content_filter"}
     return answer
 
 
@@ -245,7 +245,7 @@ def no_ids(answer: Any) -> Any:
         (drop_logprob, "8 token ids and 7 logprobs|counts 8 completion tokens and has 7"),
         (null_logprob, "not a list of finite numbers"),
         (text_ids, "not a list of token ids"),
-        (aborted, "finish reason is 'content_filter'|weights changed"),
+        (filtered, "finish reason is 'content_filter'"),
         (no_ids, "answer has no (token_ids|output_token_logprobs)"),
     ],
 )
@@ -370,3 +370,108 @@ async def test_a_transport_may_replace_the_network() -> None:
     transport = httpx.ASGITransport(server.app())
     async with OpenAIEngine("http://inside", transport=transport) as engine:
         assert (await ask(engine)).token_ids == tuple(server.sample([1, 2, 3], 8, [3])[0])
+
+
+# Weights that change under a generation
+
+
+def broken_off(after: int, times: int, version: str = "") -> Callable[[Any], Any]:
+    """An abort after so many ids, so many times; SGLang tells the version that sampled them."""
+    left = times
+
+    def spoil(answer: Any) -> Any:
+        nonlocal left
+        if left == 0:
+            return answer
+        left -= 1
+        if "choices" in answer:
+            choice = answer["choices"][0]
+            choice.update(token_ids=choice["token_ids"][:after], finish_reason="abort", text=choice["text"][:after])
+            choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:after]
+        else:
+            meta = answer["meta_info"]
+            meta.update(finish_reason={"type": "abort", "message": "paused"}, completion_tokens=after)
+            meta.update(output_token_logprobs=meta["output_token_logprobs"][:after])
+            answer["text"] = answer["text"][:after]
+            if version:
+                meta["weight_version"] = version
+        return answer
+
+    return spoil
+
+
+async def test_what_was_broken_off_goes_on_from_there(server: Server) -> None:
+    async with OpenAIEngine(server.url) as engine:
+        whole = await ask(engine)
+        server.bodies.clear()
+        server.spoil = broken_off(after=2, times=2)
+        joined = await ask(engine)
+    assert joined.token_ids == whole.token_ids[:2] + joined.token_ids[2:]
+    assert (len(joined.token_ids), joined.finish_reason) == (8, "length")
+    prompts = [body.get("prompt") or body["input_ids"] for body in server.bodies]
+    budgets = [body.get("max_tokens") or body["sampling_params"]["max_new_tokens"] for body in server.bodies]
+    assert prompts == [[*PROMPT, *joined.token_ids[:done]] for done in (0, 2, 4)]
+    assert budgets == [8, 6, 4]
+    assert (joined.policy_version, joined.versions) == (0, ())
+    assert len({body.get("request_id") or body["rid"] for body in server.bodies}) == 3
+
+
+async def test_requests_wait_while_weights_change_and_know_their_version(server: Server) -> None:
+    async with OpenAIEngine(server.url) as engine:
+        engine.policy_version = 4
+        server.weight_version = "5"
+        spoil = broken_off(after=3, times=1, version="4")
+
+        def updated(answer: Any) -> Any:
+            engine.policy_version = 5
+            return spoil(answer)
+
+        server.spoil = updated
+        engine.hold()
+        engine.hold()
+        done: list[Completion] = []
+
+        async def one() -> None:
+            done.append(await ask(engine))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(one)
+            await anyio.wait_all_tasks_blocked()
+            assert server.bodies == []
+            engine.release()
+            engine.release()
+    (answer,) = done
+    assert (answer.policy_version, answer.versions) == (4, ((3, 4), (5, 5)))
+
+
+async def test_sglang_tells_versions_by_token() -> None:
+    def spans(answer: Any) -> Any:
+        rows = [("6", 0, 3), ("7", 3, 3), ("8", 3, 8)]
+        answer["meta_info"]["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in rows]
+        return answer
+
+    with serving(Server(owner="sglang")) as server:
+        async with OpenAIEngine(server.url) as engine:
+            server.spoil = spans
+            answer = await ask(engine)
+    assert (answer.policy_version, answer.versions) == (6, ((3, 6), (5, 8)))
+
+
+async def test_a_server_that_aborts_everything_is_out(server: Server) -> None:
+    async with OpenAIEngine(server.url) as engine:
+        server.spoil = broken_off(after=0, times=9)
+        with pytest.raises(EngineUnavailable, match="3 times without an id"):
+            await ask(engine)
+
+
+async def test_an_adapter_samples_when_one_is_named(server: Server) -> None:
+    async with OpenAIEngine(server.url) as engine:
+        engine.adapter = "tuned-3"
+        await ask(engine)
+    (body,) = server.bodies
+    assert (body.get("model"), body.get("lora_path")) in {("tuned-3", None), (None, "tuned-3")}
+
+
+def test_the_versions_of_a_completion_add_up() -> None:
+    with pytest.raises(ValueError, match="versions of 2 token ids"):
+        Completion("ab", (1, 2), (-0.5, -0.5), versions=((1, 3),))

@@ -1,0 +1,1 @@
+"""Bringing the trainer's weights to inference servers, and seeing whether they arrived."""

@@ -1,0 +1,286 @@
+"""The rollout pipeline over several processes: the same runs, sharded by whole groups.
+
+`ShardedPipeline` keeps its shards up and hands them small portions; where they run is a transport's affair, such as
+`skyenv.vector.ray`. Invariants: every requested (task, sample) comes back exactly once, with a reward or a typed
+failure, whoever died meanwhile; a shard that falls silent is given up and started again; a run that ends, breaks or is
+cancelled frees what it holds on every shard; leaving the pipeline's block ends the shards. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from types import AsyncGeneratorType, TracebackType
+from typing import Protocol, Self
+
+import anyio
+
+from skyenv.core import Task
+from skyenv.errors import ConfigError, ShardLost, SkyEnvError, boundary
+from skyenv.types import Trajectory
+from skyenv.vector.background import Background
+from skyenv.vector.dispatch import Dispatcher, Job, Seat
+from skyenv.vector.progress import OnEvent, Progress
+from skyenv.vector.stopping import FailureThreshold
+from skyenv.vector.wire import Portion, Word
+from skyenv.vector.work import Request
+
+logger = logging.getLogger(__name__)
+
+
+class ShardLink(Protocol):
+    """The near end of a running `skyenv.vector.shard.Shard`. Every method raises `ShardLost` when that is gone."""
+
+    async def open(self) -> int:
+        """See `Shard.open`."""
+        ...
+
+    async def submit(self, portion: Portion) -> None:
+        """See `Shard.submit`."""
+        ...
+
+    async def cancel(self, number: int) -> None:
+        """See `Shard.cancel`."""
+        ...
+
+    async def take(self, seconds: float) -> Sequence[Word]:
+        """See `Shard.take`."""
+        ...
+
+
+StartShard = Callable[[int], AbstractAsyncContextManager[ShardLink]]
+"""Starts the shard with this number; leaving the block closes it, or kills it after `ShardLost`, with a deadline."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRules:
+    """How many shards, and what becomes of lost ones. Seconds.
+
+    A shard speaks at least every `beat` seconds and is lost after `silence`; it must be open within `start_timeout`.
+    One that could not be started `max_starts` times in a row, `pause` apart, is given up. A group that loses its shard
+    runs again on another at most `max_losses` times, then its missing samples come back as failures (`ShardLost`).
+    A run ends when too many trajectories fail (`failures`), and waits for its consumer while `most_unread` trajectories
+    have not been read. Cancelled groups must be freed within `cancel_timeout`.
+    """
+
+    shards: int = 2
+    beat: float = 5.0
+    silence: float = 60.0
+    start_timeout: float = 600.0
+    max_starts: int = 5
+    pause: float = 2.0
+    max_losses: int = 3
+    cancel_timeout: float = 120.0
+    most_unread: int = 1024
+    failures: FailureThreshold = field(default_factory=FailureThreshold)
+
+    def __post_init__(self) -> None:
+        if min(self.shards, self.max_starts, self.most_unread) < 1 or self.max_losses < 0:
+            raise ConfigError("shards, max_starts and most_unread must be at least 1, max_losses at least 0")
+        if not 0 < self.beat < self.silence:
+            raise ConfigError(f"beat ({self.beat:g} s) must be positive and below silence ({self.silence:g} s)")
+
+
+class ShardedPipeline:
+    """Use as `async with`: entering waits until the first shard is up, leaving ends all. Runs may be concurrent.
+
+    `on_event` hears `done` and `retry`, on the event loop. Tasks travel by their id: the environments of the shards
+    must know them. Entering raises ConfigError when a shard says that its configuration is wrong, and ShardLost when
+    none could be started.
+    """
+
+    def __init__(self, start: StartShard, rules: ShardRules | None = None, on_event: OnEvent | None = None) -> None:
+        self._start, self._rules, self._on_event = start, rules or ShardRules(), on_event
+        self._dispatcher = Dispatcher(self._rules.failures, self._rules.max_losses, self._rules.most_unread)
+        self._background: Background | None = None
+        self._ready = anyio.Event()
+        self._fatal: SkyEnvError | None = None
+        self._left = self._rules.shards
+
+    async def __aenter__(self) -> Self:
+        if self._background is not None:
+            raise ConfigError("a sharded pipeline is entered once")
+        self._background = Background(self._main, "shards")
+        self._background.start()
+        entered = False
+        try:
+            await self._ready.wait()
+            if self._fatal is not None:
+                raise self._fatal
+            entered = True
+        finally:
+            if not entered:
+                await self._background.stop()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._background is not None:
+            self._fail(SkyEnvError("the sharded pipeline was closed"))
+            await self._background.stop()
+
+    def run(
+        self, tasks: Iterable[Task | str], group_size: int = 8, *, enough: int | None = None, priority: int = 0
+    ) -> ShardedRun:
+        """As `skyenv.vector.pipeline.RolloutPipeline.run`, over the shards."""
+        if group_size < 1:
+            raise ConfigError("group_size: must be at least 1")
+        if enough is not None and not 1 <= enough <= group_size:
+            raise ConfigError(f"enough: must be from 1 to group_size ({group_size})")
+        return ShardedRun(self, Job(Request(tasks, group_size, enough, priority), self._on_event))
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """Names of the shards that are up."""
+        return tuple(seat.name for seat in self._dispatcher.seats)
+
+    async def _main(self) -> None:
+        async with anyio.create_task_group() as group:
+            for index in range(self._rules.shards):
+                group.start_soon(self._keep, index)
+
+    async def _keep(self, index: int) -> None:
+        """Start the shard, again whenever it is lost, until that fails too often."""
+        failed = 0
+        while failed < self._rules.max_starts:
+            seat = Seat(f"shard {index}", 0)
+            try:
+                with boundary(SkyEnvError, seat.name):
+                    await self._serve(index, seat)
+            except ShardLost as error:
+                failed = 0 if seat.live else failed + 1
+                reason: SkyEnvError = ShardLost(f"{seat.name}: {error}")
+                logger.warning("%s", reason)
+                await anyio.sleep(self._rules.pause)
+            except SkyEnvError as error:
+                self._fail(error)  # the configuration is wrong, or there is a bug: the others would say the same
+                return
+        self._left -= 1
+        if not self._left:
+            self._fail(ShardLost(f"no shard is left; {reason}"))
+
+    def _fail(self, error: SkyEnvError) -> None:
+        """Nothing runs from now on."""
+        self._fatal = self._fatal or error
+        for job in list(self._dispatcher.jobs):
+            self._dispatcher.end(job, error)
+        self._ready.set()
+
+    async def _serve(self, index: int, seat: Seat) -> None:
+        """One life of a shard. Raises what ended it."""
+        reason = "it was closed"
+        async with self._start(index) as link:
+            try:
+                seat.live = await self._open(link)
+                self._dispatcher.join(seat)
+                self._ready.set()
+                with boundary(SkyEnvError, seat.name):
+                    async with anyio.create_task_group() as group:
+                        group.start_soon(self._tell, link, seat)
+                        group.start_soon(self._hear, link, seat)
+            except ShardLost as error:
+                reason = str(error)
+                raise
+            finally:
+                self._dispatcher.leave(seat, reason)
+
+    async def _open(self, link: ShardLink) -> int:
+        with anyio.move_on_after(self._rules.start_timeout):
+            return await link.open()
+        raise ShardLost(f"it was not up within {self._rules.start_timeout:g} s")
+
+    async def _tell(self, link: ShardLink, seat: Seat) -> None:
+        while True:
+            while seat.orders:
+                order = seat.orders.popleft()
+                with anyio.move_on_after(self._rules.silence) as wait:
+                    if isinstance(order, Portion):
+                        await link.submit(order)
+                    else:
+                        await link.cancel(order.number)
+                if wait.cancelled_caught:
+                    raise ShardLost(f"it took no order for {self._rules.silence:g} s")
+            seat.ordered = anyio.Event()
+            await seat.ordered.wait()
+
+    async def _hear(self, link: ShardLink, seat: Seat) -> None:
+        while True:
+            with anyio.move_on_after(self._rules.silence) as wait:
+                words = await link.take(self._rules.beat)
+            if wait.cancelled_caught:
+                raise ShardLost(f"it said nothing for {self._rules.silence:g} s")
+            for word in words:
+                self._dispatcher.hear(seat, word)
+            self._dispatcher.pump()
+
+    def _add(self, job: Job) -> None:
+        if self._background is None or self._fatal is not None:
+            self._dispatcher.end(job, self._fatal)
+            raise self._fatal or ConfigError("use a sharded pipeline inside `async with`")
+        self._dispatcher.add(job)
+
+    async def _stop(self, job: Job) -> None:
+        """Cancel what a run holds on the shards, and wait until they have freed it or are gone."""
+        self._dispatcher.end(job)
+        with anyio.move_on_after(self._rules.cancel_timeout, shield=True) as wait:
+            await job.idle.wait()
+        if wait.cancelled_caught:
+            logger.warning("a cancelled run was not freed within %g s", self._rules.cancel_timeout)
+
+
+class ShardedRun:
+    """One run over the shards: an asynchronous iterator of trajectories, and a context manager that stops it."""
+
+    def __init__(self, pipeline: ShardedPipeline, job: Job) -> None:
+        self._pipeline, self._job = pipeline, job
+        self._stream = _trajectories(pipeline, job)
+
+    @property
+    def progress(self) -> Progress:
+        """Where everything stands, as the shards last said."""
+        seats = self._pipeline._dispatcher.seats
+        mine = [(seat, number) for seat in seats for number, group in seat.groups.items() if group.job is self._job]
+        return self._job.board.snapshot(
+            seat.beat.portions[number] for seat, number in mine if number in seat.beat.portions
+        )
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """What it did so far, by the names of `skyenv.vector.metrics`, merged as `skyenv.vector.merged` says."""
+        return self._job.board.numbers([seat.beat.numbers for seat in self._pipeline._dispatcher.seats])
+
+    def __aiter__(self) -> AsyncIterator[Trajectory]:
+        return self._stream
+
+    async def __anext__(self) -> Trajectory:
+        return await anext(self._stream)
+
+    async def aclose(self) -> None:
+        """Stop what is under way and free its environments; idempotent, callable from any task."""
+        await self._pipeline._stop(self._job)
+        if isinstance(self._stream, AsyncGeneratorType) and not self._stream.ag_running:
+            await self._stream.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+async def _trajectories(pipeline: ShardedPipeline, job: Job) -> AsyncGenerator[Trajectory, None]:
+    with job.start() as results:
+        try:
+            pipeline._add(job)
+            async for trajectory in results:
+                pipeline._dispatcher.pump()
+                yield trajectory
+        finally:
+            await pipeline._stop(job)
+    if job.error is not None:
+        raise job.error
