@@ -62,6 +62,10 @@ class Display:
         if not self._interactive:
             self._console.print(text, highlight=False)
 
+    def warn(self, text: str) -> None:
+        """Say what should be looked at."""
+        self._console.print(f"warning: {text}", style="yellow", highlight=False, soft_wrap=True)
+
     def progress(self, text: str) -> None:
         """Say how far the stage is; shown on a terminal only."""
         if self._interactive:

@@ -53,7 +53,7 @@ def opened_engine(
                 ),
             )
         return
-    copied = config.engine.sync == "copy"
+    copied = config.engine.sync == "copy" or (config.engine.sync == "auto" and config.staleness > 0)
     own = copy.deepcopy(model) if copied else model
     engine = HFEngine(own, renderer.decode, renderer.stop_token_ids, seed=config.seed)
     with opened(portal, engine):

@@ -17,9 +17,11 @@ from skyenv.types import (
     Completion,
     ExecResult,
     FileInfo,
+    Limits,
     Message,
     SamplingParams,
     Step,
+    StopReason,
     ToolCall,
     ToolSpec,
     Trajectory,
@@ -132,6 +134,14 @@ class Sandbox(FileOps, Shell, Protocol):
         """Put this sandbox back to a snapshot of its own or of another's: files, and session if that was kept.
 
         Whatever runs would end: `NotCarried` unless `drop`. ConfigError when there is no such snapshot.
+        """
+        ...
+
+    async def tunnel(self, target: str, *, port: int = 0) -> int:
+        """Let a port of the sandbox's loopback lead to `target`, HOST:PORT as the node sees it; returns the port.
+
+        Port 0 picks a free one. It needs no network in the sandbox and opens none: connections to that port reach that
+        address, until the sandbox ends or is rolled back. ConfigError when the node does not allow the target.
         """
         ...
 
@@ -252,6 +262,21 @@ class Env(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+
+@runtime_checkable
+class SelfPlayed(Protocol):
+    """An environment that plays its episodes itself, by an agent program of its own that asks the engine."""
+
+    async def aplay(
+        self, engine: Engine, renderer: Any, trajectory: Trajectory, limits: Limits, sampling: SamplingParams
+    ) -> StopReason:
+        """Play one episode after `areset`; fills segments and turns of `trajectory` and returns why it ended.
+
+        `renderer` is a `skyenv.renderer.Renderer`. What was said before an exception or a cancellation stays in the
+        trajectory. Raises EngineError, SandboxError, and EnvError for an agent that does not start.
+        """
+        ...
 
 
 MakeEnv = Callable[[], Env]

@@ -21,19 +21,23 @@ from skyenv.core import Env, SandboxProvider
 from skyenv.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from skyenv.envs.agent.env import AgentEnv
     from skyenv.envs.swe.env import SWEEnv
     from skyenv.vector.vector_env import SkyVectorEnv
 
 
 class Registration(NamedTuple):
-    """Where an environment is made: `module:function` for one, and for a vector of them."""
+    """Where an environment is made: `module:function` for one, and for a vector of them, empty where there is none."""
 
     entry_point: str
     vector_entry_point: str
 
 
 ENVIRONMENTS: Mapping[str, Registration] = MappingProxyType(
-    {"SkyRL/SWE-v0": Registration("skyenv.registry:make_swe", "skyenv.registry:make_swe_vector")}
+    {
+        "SkyRL/SWE-v0": Registration("skyenv.registry:make_swe", "skyenv.registry:make_swe_vector"),
+        "SkyRL/Agent-v0": Registration("skyenv.registry:make_agent", ""),
+    }
 )
 GYMNASIUM_REGISTRY = "gymnasium.envs.registration"
 
@@ -74,7 +78,7 @@ def register_all() -> None:
             register(
                 env_id,
                 entry_point=registration.entry_point,
-                vector_entry_point=registration.vector_entry_point,
+                vector_entry_point=registration.vector_entry_point or None,
                 nondeterministic=True,
             )
 
@@ -97,6 +101,17 @@ def make_swe(*, sandbox: str | SandboxProvider | None = None, token: str | None 
     if sandbox is not None and not isinstance(sandbox, str):
         return SWEEnv(sandbox=sandbox, **kwargs)
     return SWEEnv(sandbox=_opener(sandbox, token), **kwargs)
+
+
+def make_agent(*, sandbox: str | SandboxProvider | None = None, token: str | None = None, **kwargs: Any) -> AgentEnv:
+    """Make an `AgentEnv`; `sandbox` as for `make_swe`."""
+    from skyenv.envs.agent.env import AgentEnv
+
+    _check_keywords(kwargs, (*_SWE_KEYWORDS, "command", "packages", "env", "address", "listen"))
+    if "command" not in kwargs:
+        raise ConfigError("command: SkyRL/Agent-v0 needs a shell command that runs the agent")
+    provider = sandbox if sandbox is not None and not isinstance(sandbox, str) else _opener(sandbox, token)
+    return AgentEnv(sandbox=provider, **kwargs)
 
 
 def make_swe_vector(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import anyio
 
 from skyenv.context import Context
-from skyenv.core import Engine, Env
+from skyenv.core import Engine, Env, SelfPlayed
 from skyenv.errors import ConfigError, EngineError, EnvError, SandboxError, boundary
 from skyenv.formats import NativeFormat, Parsed, get
 from skyenv.history import Condenser, History, Room
@@ -110,10 +110,12 @@ async def rollout(
     What was played before an exception or a cancellation stays in the trajectory. Raises EngineError, SandboxError, or
     EnvError for a bug of the environment; never evaluates and never closes.
     """
-    episode = _Episode(env, engine, renderer, trajectory, options)
     reason = StopReason.WALL_CLOCK
     with anyio.move_on_after(options.limits.wall_clock):
-        reason = await episode.play()
+        if isinstance(env, SelfPlayed):
+            reason = await env.aplay(engine, renderer, trajectory, options.limits, options.sampling)
+        else:
+            reason = await _Episode(env, engine, renderer, trajectory, options).play()
     trajectory.stop_reason = reason
     if reason is not StopReason.FINISH:
         trajectory.counters["no_finish"] = 1

@@ -42,6 +42,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve.add_argument(
         "--allow-egress", action="store_true", help="sandboxes may ask for the machine's network (network='host')"
     )
+    serve.add_argument(
+        "--tunnel", action="append", dest="tunnels", metavar="HOST:PORT",
+        help="address that a port inside a sandbox may lead to, a model's say; HOST:* for any port (may be repeated)",
+    )  # fmt: skip
     serve.add_argument("--name", help="this node's name at the gateways: lower-case letters, digits and '-'")
     serve.add_argument("--url", help="where gateways reach this node (default: where it listens)")
     serve.set_defaults(run=run, parser=serve)
@@ -63,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         listening=listening(chosen, PORT),
         join_token=join_token(chosen),
         gateways=tuple(chosen.pop("gateways", ())),
+        tunnels=tuple(chosen.pop("tunnels", ())),
         backend_options=backend_options,
         **chosen,
     )

@@ -62,8 +62,9 @@ class Recorder:
             session.close()
 
     @asynccontextmanager
-    async def serve(self, listening: Listening = Listening(port=0)) -> AsyncIterator[str]:  # noqa: B008
-        """Serve inside the block; yields the URL. Requests under way when it ends are cut."""
+    async def serve(self, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+        """Serve inside the block; yields the URL. Requests under way when it ends are cut. Port 0 picks a free one."""
+        listening = Listening(host, port)
         listener, stop, ready = listening.bind(), anyio.Event(), anyio.Event()
         try:
             async with anyio.create_task_group() as tasks:

@@ -383,6 +383,11 @@ class RemoteSandbox:
         """See `core.Sandbox.rollback`."""
         await self._call("POST", f"{self._base}/rollback", snapshot=snapshot, drop=drop)
 
+    async def tunnel(self, target: str, *, port: int = 0) -> int:
+        """See `core.Sandbox.tunnel`."""
+        response = await self._call("POST", f"{self._base}/tunnel", target=target, port=port)
+        return int(decode_meta(response.headers.get(META))["port"])
+
     def fork(self, *, shell: bool = True, drop: bool = False) -> AbstractAsyncContextManager[RemoteSandbox]:
         """See `core.Sandbox.fork`. The twin has the same limits; without `shell`, the variables of the creation."""
         return self._fork(shell, drop)

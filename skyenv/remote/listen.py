@@ -136,7 +136,7 @@ class _Server(uvicorn.Server):
 async def serve_app(
     app: ASGIApp, listening: Listening, listener: socket.socket, stop: anyio.Event, on_ready: Callable[[str], None]
 ) -> None:
-    """Serve on a bound socket until `stop` is set; requests under way then get `GRACE` seconds.
+    """Serve on a bound socket until `stop` is set or it is cancelled; requests under way then get `GRACE` seconds.
 
     `on_ready` gets the URL once it listens. ConfigError when the certificate is none.
     """
@@ -154,12 +154,15 @@ async def serve_app(
     async with anyio.create_task_group() as group:
 
         async def end() -> None:
-            await stop.wait()
-            server.should_exit = True
+            try:
+                await stop.wait()
+            finally:
+                server.should_exit = True
 
         group.start_soon(end)
         if not stop.is_set():
-            await server.serve(sockets=[listener])
+            with anyio.CancelScope(shield=True):  # cancelled, it would leave its sockets with the event loop
+                await server.serve(sockets=[listener])
         group.cancel_scope.cancel()
 
 

@@ -7,7 +7,7 @@ so a lost answer can be asked for again and nothing runs twice.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 
@@ -44,6 +44,7 @@ from skyenv.remote.protocol import (
     PollParameters,
     RollbackParameters,
     SnapshotParameters,
+    TunnelParameters,
     parse_create,
     parse_pool,
     parse_query,
@@ -51,13 +52,17 @@ from skyenv.remote.protocol import (
 from skyenv.remote.sandboxes import Node
 from skyenv.remote.session import Session
 from skyenv.remote.tokens import Door, Tokens
+from skyenv.remote.tunnels import Tunnels
 
 MAX_UPLOAD = 4 * GiB
 
 
-def create_app(backend: Backend, *, token: str | None = None) -> Starlette:
-    """An application whose lifespan opens the backend and ends every sandbox; with `token`, only for who sends it."""
-    node = Node(backend)
+def create_app(backend: Backend, *, token: str | None = None, tunnels: Sequence[str] | None = ()) -> Starlette:
+    """An application whose lifespan opens the backend and ends every sandbox; with `token`, only for who sends it.
+
+    `tunnels` are the targets that ways out of sandboxes may have; see `tunnels.Tunnels`.
+    """
+    node = Node(backend, tunnels=Tunnels(tunnels))
 
     @asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -83,7 +88,7 @@ def app_for(node: Node, tokens: Tokens | None = None) -> Starlette:
 @asynccontextmanager
 async def in_process(backend: str) -> AsyncIterator[Starlette]:
     """The application of a node that lives as long as the block. ConfigError when the backend cannot work here."""
-    node = Node(backends.get(backend))
+    node = Node(backends.get(backend), tunnels=Tunnels(None))
     async with node.open():
         yield app_for(node)
 
@@ -109,6 +114,7 @@ def _routes() -> list[Route]:
         Route(one + "/snapshot", _snapshot, methods=["POST"]),
         Route(one + "/pause", _pause, methods=["POST"]),
         Route(one + "/resume", _resume, methods=["POST"]),
+        Route(one + "/tunnel", _tunnel, methods=["POST"]),
         Route(one + "/stats", _stats, methods=["GET"]),
         Route(one + "/rollback", _rollback, methods=["POST"]),
         Route(one + "/info", _info, methods=["GET"]),
@@ -272,6 +278,12 @@ async def _rollback(request: Request) -> Response:
     node, session = _node(request), _session(request)
     wanted = parse_query(RollbackParameters, query_of(request))
     return await _keyed(request, session.calls, lambda _key: node.rollback(session.name, wanted))
+
+
+async def _tunnel(request: Request) -> Response:
+    node, session = _node(request), _session(request)
+    wanted = parse_query(TunnelParameters, query_of(request))
+    return await _keyed(request, session.calls, lambda key: node.tunnels.open(session, key, wanted, node.group))
 
 
 async def _delete_snapshot(request: Request) -> Response:

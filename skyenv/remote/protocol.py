@@ -214,6 +214,15 @@ class RollbackParameters(BaseModel):
     drop: bool = False
 
 
+class TunnelParameters(BaseModel):
+    """The query of `POST /sandboxes/{id}/tunnel`: a port of its loopback, 0 for a free one, that leads to HOST:PORT."""
+
+    model_config = ConfigDict(frozen=True)
+
+    target: Annotated[str, Field(max_length=300)]
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+
+
 class WireError(BaseModel):
     """The body of every answer that is not a success."""
 

@@ -44,6 +44,7 @@ from skyenv.remote.session import ENDED, Session
 from skyenv.remote.snapshots import Snapshots, refuse_to_end
 from skyenv.remote.tasks import background_tasks
 from skyenv.remote.tokens import fingerprint
+from skyenv.remote.tunnels import Tunnels
 
 LOG = logging.getLogger(__name__)
 REAP_INTERVAL = 0.5
@@ -59,8 +60,16 @@ _NAME = re.compile(r"[0-9a-f]{32}")
 class Node:
     """Sandboxes by name, from creation to burial. Enter it with `open`."""
 
-    def __init__(self, backend: Backend, *, admission: Admission | None = None, allow_egress: bool = False) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        admission: Admission | None = None,
+        allow_egress: bool = False,
+        tunnels: Tunnels | None = None,
+    ) -> None:
         self.backend = backend
+        self.tunnels = tunnels or Tunnels()
         self._allow_egress = allow_egress
         self.admission = admission or Admission()
         self.metrics = Metrics()

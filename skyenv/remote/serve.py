@@ -25,6 +25,7 @@ from skyenv.remote.sending import tls_context
 from skyenv.remote.tasks import background_tasks
 from skyenv.remote.tokens import Tokens
 from skyenv.remote.tracing import tracing
+from skyenv.remote.tunnels import Tunnels
 
 LOG = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ class ServeOptions:
     `backend_options` go to `backends.get`; spans go to `otlp_endpoint`, when there is one.
 
     With `allow_egress` clients may ask for the machine's network (`network="host"`), over which sandboxes reach this
-    server too, so it needs tokens; only backend 'local' has that.
+    server too, so it needs tokens; only backend 'local' has that. `tunnels` are addresses, HOST:PORT or HOST:*, that a
+    port of a sandbox's loopback may lead to when its client asks for it.
     """
 
     listening: Listening = field(default_factory=Listening)
@@ -59,6 +61,7 @@ class ServeOptions:
     url: str | None = None
     ca: Path | None = None
     allow_egress: bool = False
+    tunnels: tuple[str, ...] = ()
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
@@ -96,7 +99,7 @@ class ServeOptions:
         admission = Admission(
             self.slots, self.queue, self.queue_timeout, disk=self.state or Path(tempfile.gettempdir())
         )
-        return Node(backend, admission=admission, allow_egress=self.allow_egress)
+        return Node(backend, admission=admission, allow_egress=self.allow_egress, tunnels=Tunnels(self.tunnels))
 
     def heartbeat(self, node: Node, url: str) -> Heartbeat | None:
         """What tells the gateways; None when there are none."""

@@ -14,9 +14,10 @@ import sys
 from pathlib import Path
 from skyenv.remote.listen import Listening
 from skyenv.remote.serve import ServeOptions, serve
+TUNNELS = ("127.0.0.1:*",)
 backend, state, port = [*sys.argv[1:], *("", "", "0")[len(sys.argv) - 1:]]
 state = Path(state) if state else None
-options = ServeOptions(Listening(port=int(port)), token="secret", backend=backend, state=state)
+options = ServeOptions(Listening(port=int(port)), token="secret", backend=backend, state=state, tunnels=TUNNELS)
 serve(options, on_ready=lambda url: print(url, flush=True))
 """
 # Arguments: a state directory, and for how long its sandboxes wait for another server.
@@ -39,7 +40,8 @@ from skyenv.remote.backends.local import LocalBackend
 from skyenv.remote.node import create_app
 listener = socket.create_server(("127.0.0.1", 0))
 print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
-config = uvicorn.Config(create_app(LocalBackend(run_as=65534), token="secret"), log_config=None)
+app = create_app(LocalBackend(run_as=65534), token="secret", tunnels=["127.0.0.1:*"])
+config = uvicorn.Config(app, log_config=None)
 uvicorn.Server(config).run([listener])
 """
 # Arguments: the image for requests without one and, if wanted, a state directory.
@@ -51,7 +53,7 @@ from skyenv.remote.node import create_app
 listener = socket.create_server(("127.0.0.1", 0))
 print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
 backend = get("docker", image=sys.argv[1], state=Path(sys.argv[2]) if len(sys.argv) > 2 else None)
-config = uvicorn.Config(create_app(backend, token="secret"), log_config=None)
+config = uvicorn.Config(create_app(backend, token="secret", tunnels=["127.0.0.1:*"]), log_config=None)
 uvicorn.Server(config).run([listener])
 """
 
@@ -69,7 +71,7 @@ home = Home(Path(given["state"])) if given.get("state") else None
 backend = OciBackend(given.get("image"), given.get("runtime"), settings, run_as=given.get("run_as"), home=home)
 listener = socket.create_server(("127.0.0.1", given.get("port", 0)))
 print("http://127.0.0.1:%d" % listener.getsockname()[1], flush=True)
-config = uvicorn.Config(create_app(backend, token="secret"), log_config=None)
+config = uvicorn.Config(create_app(backend, token="secret", tunnels=["127.0.0.1:*"]), log_config=None)
 uvicorn.Server(config).run([listener])
 """
 

@@ -172,7 +172,7 @@ def test_learning_works_through_the_trainer(player: Player, make_trainer: MakeTr
             trajectory.reward = sum(i < 150 for i in sampled) / len(sampled)
 
     player.edit = share_of_low_ids
-    trainer = make_trainer(player, {"steps": 16}, learning_rate=3e-2, scale_rewards="group")
+    trainer = make_trainer(player, {"steps": 28}, learning_rate=3e-2, scale_rewards="group")
     trainer.train()
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2

@@ -34,7 +34,7 @@ from skyenv.envs.swe.tasks import Environment, SourceFiles, SweTask
 from skyenv.envs.swe.wheels import THIS_PYTHON, fetch_wheels
 from skyenv.errors import ConfigError, SandboxError
 
-VENV = "/opt/skyenv/venv"
+VENV, AGENT = "/opt/skyenv/venv", "/opt/skyenv/agent"
 SETUP_SECONDS = 1800.0
 _WHEELS = "/opt/skyenv/wheels"
 _INSTALLER = "pip==25.3"
@@ -70,7 +70,13 @@ class _Prepared:
         """What every session gets: the environment's own variables, and its virtual environment activated."""
         env = dict(environment.env)
         if self.path is not None:
-            env |= {"PATH": f"{VENV}/bin:{env.get('PATH', self.path)}", "VIRTUAL_ENV": VENV}
+            path = [env.get("PATH", self.path)]
+            if environment.packages:
+                path.insert(0, f"{VENV}/bin")
+                env["VIRTUAL_ENV"] = VENV
+            if environment.agent_packages:
+                path.append(f"{AGENT}/bin")
+            env["PATH"] = ":".join(path)
         return env
 
 
@@ -220,15 +226,19 @@ class Environments:
     async def _build(self, task: SweTask) -> _Prepared:
         environment = task.environment
         in_image = task.in_image and not task.whole_machine
-        if not environment.packages and not environment.setup and not in_image and not task.hidden:
+        packages = {VENV: environment.packages, AGENT: environment.agent_packages}
+        if not any(packages.values()) and not environment.setup and not in_image and not task.hidden:
             return _Prepared()
-        wheels = await self._wheels(environment)
+        python = environment.python or THIS_PYTHON
+        wheels = {venv: await self._wheels(wanted, python) for venv, wanted in packages.items() if wanted}
         limits: dict[str, Any] = dict(environment.limits)
         async with self.provider.sandbox(environment.image, env=dict(environment.env), **limits) as box:
             path = None
             if wheels:
-                await _install(box, environment, wheels)
                 path = (await box.exec('printf %s "$PATH"')).output
+            for venv, files in wheels.items():
+                await _install(box, venv, files, packages[venv], python)
+            if VENV in wheels:
                 await box.exec(f'export PATH="{VENV}/bin:$PATH" VIRTUAL_ENV={VENV}')
             for command in environment.setup:
                 await _run(box, command, f"environment.setup: {command!r}")
@@ -239,11 +249,9 @@ class Environments:
             _log.info("prepared an environment with %d packages", len(environment.packages))
             return _Prepared(await box.snapshot(shell=False), path, trees)
 
-    async def _wheels(self, environment: Environment) -> list[Path]:
-        if not environment.packages:
-            return []
-        python = environment.python or THIS_PYTHON
-        wanted = await fetch_wheels(environment.packages, cache=self.cache, python=python)
+    async def _wheels(self, packages: tuple[str, ...], python: str) -> list[Path]:
+        """The installer's wheel, then those of the packages and of what they need."""
+        wanted = await fetch_wheels(packages, cache=self.cache, python=python)
         installer = await fetch_wheels([_INSTALLER], cache=self.cache, python=python)
         return [*installer, *(wheel for wheel in wanted if not wheel.name.startswith("pip-"))]
 
@@ -252,15 +260,15 @@ _SHARED: weakref.WeakKeyDictionary[SandboxProvider, Environments] = weakref.Weak
 # Keyed by the provider because whoever makes an environment for each trajectory hands over nothing else.
 
 
-async def _install(box: Sandbox, environment: Environment, wheels: list[Path]) -> None:
+async def _install(box: Sandbox, venv: str, wheels: list[Path], packages: tuple[str, ...], python: str) -> None:
     """Make the virtual environment; the first wheel is the installer and is not installed itself."""
     await box.upload(_WHEELS, await to_thread.run_sync(partial(_pack, wheels)))
     names = " ".join(shlex.quote(f"{_WHEELS}/{wheel.name}") for wheel in wheels[1:])
     installer = shlex.quote(f"{_WHEELS}/{wheels[0].name}")
-    what = f"environment.packages: {', '.join(environment.packages)}"
-    python = f"$(command -v python{environment.python or THIS_PYTHON} || echo python3)"  # images may name one only
-    await _run(box, f"{python} -m venv --without-pip {VENV}", what)
-    await _run(box, f"PYTHONPATH={installer} {VENV}/bin/python -m pip install -q --no-index --no-deps {names}", what)
+    what = f"environment.packages: {', '.join(packages)}"
+    interpreter = f"$(command -v python{python} || echo python3)"  # images may name one only
+    await _run(box, f"{interpreter} -m venv --without-pip {venv}", what)
+    await _run(box, f"PYTHONPATH={installer} {venv}/bin/python -m pip install -q --no-index --no-deps {names}", what)
     await _run(box, f"rm -rf {_WHEELS}", what)
 
 

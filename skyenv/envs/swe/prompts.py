@@ -1,6 +1,7 @@
 """What the agent is told: who it is, where the repository lies, what the issue says, how to go about it.
 
-Presets: `codeact` for models that can follow a procedure, `brief` for tiny ones. Tool descriptions are not part of a
+Presets: `codeact` for models that can follow a procedure, `brief` for tiny ones, `agent` for programs that bring
+prompts of their own. Tool descriptions are not part of a
 prompt; the format of the model puts them there.
 """
 
@@ -52,7 +53,18 @@ _BRIEF = Preset(
     system="You fix bugs in {repo} with the tools. Call finish when done.",
     task="{problem}",
 )
-PRESETS: Mapping[str, Preset] = MappingProxyType({"codeact": _CODEACT, "brief": _BRIEF})
+_AGENT = Preset(
+    system="",
+    task="""\
+The repository in {repo} has this issue:
+
+<issue>
+{problem}
+</issue>
+
+Change the files of the repository, tests left aside, so that the issue is solved. There is no network.""",
+)
+PRESETS: Mapping[str, Preset] = MappingProxyType({"codeact": _CODEACT, "brief": _BRIEF, "agent": _AGENT})
 
 
 def get_preset(name: str) -> Preset:

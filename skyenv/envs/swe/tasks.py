@@ -23,6 +23,7 @@ class Environment:
     source is there, `env` variables of every session, `image` a container image (None: the host's system
     directories), `python` the interpreter to make the virtual environment with, `activate` a shell command with which
     every session starts, `limits` what a sandbox may use, by the names that `SandboxProvider.sandbox` takes.
+    `agent_packages` go into a virtual environment of their own, whose programs come last on the `PATH`.
     """
 
     packages: tuple[str, ...] = ()
@@ -32,12 +33,13 @@ class Environment:
     python: str | None = None
     activate: str = ""
     limits: Mapping[str, float] = field(default_factory=dict)
+    agent_packages: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
         """Digest of what makes a prepared sandbox different from another; variables matter to set-up commands only."""
         variables = sorted(self.env.items()) if self.setup else []
-        parts = [sorted(self.packages), self.setup, variables, self.image, self.python]
+        parts = [sorted(self.packages), self.setup, variables, self.image, self.python, sorted(self.agent_packages)]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 

@@ -25,6 +25,7 @@ from .calls import Calls
 from .command import Reply
 from .files import Conflict, Cut
 from .shell import Shell
+from .tunnel import Tunnels
 from .wire import Connection, Frame
 
 REPORT = 1 << 15
@@ -43,6 +44,7 @@ class Init:
         self.shell = Shell(config, self.poller, oom_counter)
         self.jobs: dict[int, tuple[Reply, int]] = {}
         self.shell.helpers = self.jobs.keys()
+        self.tunnels = Tunnels(self.poller, self.shell.readers)
         self.guests: Collection[int] = config.get("guests", ())
         self.shell.guests = self.guests
         self.frozen: set[int] = set()
@@ -78,6 +80,8 @@ class Init:
             "write": self._write,
             "pack": self._pack,
             "unpack": self._unpack,
+            "listen": lambda reply, h, _p: reply({"port": self.tunnels.listen(h["port"])}, b""),
+            "accept": self._accept,
         }
 
     def run(self) -> None:
@@ -117,6 +121,7 @@ class Init:
             self.poller.unregister(self.control.fileno())
             self.control.close()
             self.control = None
+            self.tunnels.forget()
 
     def _listen(self) -> None:
         """What the launcher says over the lifeline. EOFError when it has ended."""
@@ -306,6 +311,11 @@ class Init:
                         raise Cut(path)
 
         self._start_job(reply, source, unpack)
+
+    def _accept(self, reply: Reply, header: dict[str, Any], _payload: bytes) -> None:
+        """Answer once somebody has connected to a tunnel's port."""
+        sink, source = self.streams.pop(), self.streams.pop()
+        self.tunnels.accept(header["port"], reply, source, sink)
 
     def _start_job(self, reply: Reply, stream: int, work: Callable[[], None]) -> None:
         """Run `work` in a child; the reply follows when it ends. The stream is closed on this side."""

@@ -1,0 +1,1 @@
+"""`SkyRL/Agent-v0`: any agent program as a policy; see `env`."""
