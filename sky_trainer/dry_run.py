@@ -7,6 +7,7 @@ says what to change and does not keep the others from running, except those that
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from anyio.from_thread import start_blocking_portal
 import skyenv
 from sky_trainer.assembly import choose_tasks, make_format, make_renderer
 from sky_trainer.config import Config
+from sky_trainer.curriculum import Plan, make_plan
 from sky_trainer.feasible import disk_of, memory_of, precision_of, trainers
 from sky_trainer.gpus import Gpus
 from sky_trainer.memory import Shape, shape_of
@@ -28,7 +30,6 @@ from sky_trainer.tiny import make_model, make_tokenizer
 from skyenv.engines.control import control_of
 from skyenv.engines.openai import OpenAIEngine
 from skyenv.envs.swe.records import require_records
-from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import ConfigError, EngineError, SkyEnvError, boundary
 from skyenv.renderer import Renderer
 from skyenv.types import Message, SamplingParams
@@ -48,7 +49,7 @@ class _Built:
     """What the checks have made so far."""
 
     args: Any = None
-    tasks: list[SweTask] = field(default_factory=list)
+    plan: Plan | None = None
     model: Any = None
     shape: Shape | None = None
     tokenizer: Any = None
@@ -76,7 +77,7 @@ def dry_run(config: Config, gpus: Gpus, on_finding: Callable[[Finding], None] = 
         ("engine", lambda: _engine(config, gpus, built)),
         ("memory", lambda: memory_of(config, gpus, *_sized(built), _longest(config, built))),
         ("precision", lambda: precision_of(config, _sized(built)[1])),
-        ("disk", lambda: disk_of(config, *_sized(built))),
+        ("disk", lambda: disk_of(config, gpus, *_sized(built))),
     ]
     for name, check in checks:
         try:
@@ -93,7 +94,8 @@ def dry_run(config: Config, gpus: Gpus, on_finding: Callable[[Finding], None] = 
 def _algorithm(config: Config, gpus: Gpus, built: _Built) -> str:
     from sky_trainer import grpo
 
-    built.args = args = grpo.grpo_config(config)
+    without_probe = {"use_cpu": True} if gpus.kind == "assumed" else {}  # TRL asks for the GPU that is assumed
+    built.args = args = grpo.grpo_config(dataclasses.replace(config, grpo={**config.grpo, **without_probe}))
     at_once = config.micro_batch * trainers(config, gpus)
     if config.rows_per_step % at_once:
         raise ConfigError(
@@ -109,10 +111,17 @@ def _algorithm(config: Config, gpus: Gpus, built: _Built) -> str:
 
 
 def _tasks(config: Config, built: _Built) -> str:
-    tasks = choose_tasks(config.tasks)
-    require_records(tasks, config.tasks.source)
-    built.tasks = tasks
-    return f"{len(tasks)} admitted tasks of {config.tasks.source}"
+    from sky_trainer import grpo
+
+    if built.args is None:
+        raise _Needs("algorithm")
+    built.plan = plan = make_plan(config, *grpo.batch_shape(built.args))
+    text = "; then ".join(f"{len(stage.tasks)} for {stage.batches} batches" for stage in plan.stages)
+    if config.evaluation.every:
+        evaluated = choose_tasks(config.evaluation.tasks)
+        require_records(evaluated, config.evaluation.tasks.source)
+        text += f"; evaluation on {len(evaluated)} every {config.evaluation.every} steps"
+    return f"admitted tasks: {text}"
 
 
 def _model(config: Config, gpus: Gpus, built: _Built) -> str:
@@ -133,7 +142,7 @@ def _tiny(config: Config, built: _Built) -> tuple[Any, Any]:
     """The model that the warm start would make, with a tokenizer of the prompts alone."""
     env = _environment(config, built)
     texts = [make_format(config.rollout).render_tools(env.tools)]
-    texts += [message.content for task in _some(built) for message in env.instructions(task)]
+    texts += [message.content for task in _planned(built).tasks for message in env.instructions(task)]
     tokenizer = make_tokenizer(texts * 3, config.model.vocab)  # as often as a phrase must occur to be learnt
     return make_model(tokenizer, config.model.hidden, config.model.layers, config.seed), tokenizer
 
@@ -170,10 +179,10 @@ def _template(config: Config, built: _Built) -> str:
 def _prompts(config: Config, built: _Built) -> str:
     if built.renderer is None:
         raise _Needs("template")
-    env = _environment(config, built)
-    lengths = {task.task_id: len(built.renderer.prompt(env.instructions(task), env.tools)) for task in _some(built)}
+    env, render = _environment(config, built), built.renderer.prompt
+    lengths = {task.task_id: len(render(env.instructions(task), env.tools)) for task in _planned(built).tasks}
     longest = max(lengths, key=lengths.__getitem__)
-    room = config.rollout.max_context - config.rollout.max_tokens_per_turn
+    room = min(stage.rollout.max_context - stage.rollout.max_tokens_per_turn for stage in _planned(built).stages)
     if lengths[longest] > room:
         raise ConfigError(
             f"rollout.max_context leaves {room} tokens for a prompt, but that of {longest} takes {lengths[longest]};"
@@ -184,12 +193,12 @@ def _prompts(config: Config, built: _Built) -> str:
 
 
 def _sandbox(config: Config, built: _Built) -> str:
-    task = _some(built)[0]
+    task = _planned(built).tasks[0]
     with (
         start_blocking_portal() as portal,
         opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)) as provider,
     ):
-        env = skyenv.make(config.env.id, tasks=_some(built), sandbox=provider, **config.env.options)
+        env = skyenv.make(config.env.id, tasks=_planned(built).tasks, sandbox=provider, **config.env.options)
 
         async def set_up() -> None:
             try:
@@ -235,22 +244,24 @@ def _sized(built: _Built) -> tuple[Shape, Any]:
     return built.shape, built.args
 
 
-def _some(built: _Built) -> list[SweTask]:
-    if not built.tasks:
+def _planned(built: _Built) -> Plan:
+    if built.plan is None:
         raise _Needs("tasks")
-    return built.tasks
+    return built.plan
 
 
 def _environment(config: Config, built: _Built) -> Any:
     """The environment of all stages, without a sandbox."""
     if built.env is None:
+        tasks = _planned(built).tasks
         with boundary(ConfigError, "env.options"):
-            built.env = skyenv.make(config.env.id, tasks=_some(built), **config.env.options)
+            built.env = skyenv.make(config.env.id, tasks=tasks, **config.env.options)
     return built.env
 
 
 def _longest(config: Config, built: _Built) -> int:
-    return config.rollout.max_context
+    stages = built.plan.stages if built.plan is not None else ()
+    return max([stage.rollout.max_context for stage in stages] or [config.rollout.max_context])
 
 
 def _millions(count: int) -> str:

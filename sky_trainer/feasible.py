@@ -53,7 +53,7 @@ def load_of(config: Config, gpus: Gpus, args: Any, length: int) -> Load:
         shards=trainers(config, gpus) if args.fsdp or args.deepspeed else 1,
         reference=bool(args.beta) and not config.lora.rank,
         moments=2 if "8bit" in optimizer else 0 if "sgd" in optimizer else 2 * width,
-        checkpointing=bool(args.gradient_checkpointing),
+        checkpointing=bool(args.gradient_checkpointing or (args.fsdp_config or {}).get("activation_checkpointing")),
         rows=config.micro_batch,
         length=length,
         tiles=TILES_CPU if gpus.kind == "none" else TILES_GPU,
@@ -88,11 +88,17 @@ def precision_of(config: Config, args: Any) -> str:
     return f"computes in {computed}, steps on {'float32' if wide else config.model.dtype} weights"
 
 
-def disk_of(config: Config, shape: Shape, args: Any) -> str:
-    """Room for checkpoints: weights and optimizer state of those kept and of the one being written, and the model."""
+def disk_of(config: Config, gpus: Gpus, shape: Shape, args: Any) -> str:
+    """Room for checkpoints: weights and optimizer state of those kept and of the one being written, and the model.
+
+    With GPUs that are only assumed, this is not the machine whose disk counts, and its room is not looked at.
+    """
     kept = (args.save_total_limit or 3) + 1
     width = 4 if config.model.dtype == "float32" else 2
     needed = kept * shape.trainable * 3 * width + shape.parameters * width
+    text = f"{needed / GIB:.1f} GiB for {kept} checkpoints and the model"
+    if gpus.kind == "assumed":
+        return f"{text}, to be had where the GPUs are"
     place = existing(config.run_dir)
     try:
         free = shutil.disk_usage(place).free
@@ -100,7 +106,7 @@ def disk_of(config: Config, shape: Shape, args: Any) -> str:
             pass
     except OSError as error:
         raise ConfigError(f"out: cannot write to {place}: {error.strerror}") from error
-    text = f"{needed / GIB:.1f} GiB for {kept} checkpoints and the model, {free / GIB:.0f} GiB free in {place}"
+    text += f", {free / GIB:.0f} GiB free in {place}"
     if needed > free:
         raise ConfigError(f"out: {text}; free some, choose another directory or lower grpo.save_total_limit")
     return text
