@@ -56,7 +56,7 @@ def words_for(name: str, server: Server, out: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a real, very small model: what is wrong elsewhere is found without the time a large one takes."""
+    """A real, very small model: what is wrong elsewhere is found without the time that a large one takes."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer = tiny.make_tokenizer(["some words of a task"] * 3, 300)
     tiny.make_model(tokenizer, hidden=32, layers=1, seed=0).save_pretrained(folder)
