@@ -21,6 +21,7 @@ from sky_trainer.files import write_text
 from sky_trainer.filters import FilterConfig
 from sky_trainer.sections.engine import EngineConfig, check_engine
 from sky_trainer.sections.lora import LoraConfig, check_lora
+from sky_trainer.sections.metrics import MetricsConfig
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, plain, read_yaml, with_overrides
 from skyenv import formats
@@ -189,6 +190,7 @@ class Config:
     sft: SftConfig = field(default_factory=SftConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property

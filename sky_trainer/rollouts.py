@@ -21,6 +21,7 @@ from skyenv.types import Trajectory, TrajectoryGroup
 if TYPE_CHECKING:
     from sky_trainer.ahead import Ahead, Played
     from sky_trainer.curriculum import Plan
+    from sky_trainer.metering import Metering
     from skyenv.vector.pipeline import RolloutPipeline
 
 T = TypeVar("T")
@@ -29,11 +30,14 @@ T = TypeVar("T")
 class PlannedRollouts:
     """Blocking face of a plan's batches for the trainer's thread. Portal and `ahead` belong to whoever opened them.
 
-    `upcoming` is the number of the batch that comes next; `version` tells which policy a batch trains.
+    `upcoming` is the number of the batch that comes next; `version` tells which policy a batch trains, `metering` what
+    rollouts cost.
     """
 
-    def __init__(self, portal: BlockingPortal, ahead: Ahead, version: Callable[[], int], first: int = 0) -> None:
-        self._portal, self._ahead, self._version = portal, ahead, version
+    def __init__(
+        self, portal: BlockingPortal, ahead: Ahead, version: Callable[[], int], metering: Metering, first: int = 0
+    ) -> None:
+        self._portal, self._ahead, self._version, self._metering = portal, ahead, version, metering
         self.upcoming = first
         self._left: tuple[float, float] | None = None
         self._numbers: dict[str, float] = {}
@@ -65,8 +69,8 @@ class PlannedRollouts:
         return grouped(found, len(tasks), group_size, min(trajectory.group_id for trajectory in found))
 
     def numbers(self) -> dict[str, float]:
-        """What is to be said of the last batch: its stage, its staleness, what was hidden behind training."""
-        return dict(self._numbers)
+        """What is to be said of the last batch, and of the rollouts since the last call."""
+        return {**self._numbers, **call(self._portal, self._metering.step)}
 
     def _count(self, number: int, played: Played, asked: float, busy: float) -> None:
         now = time.monotonic()

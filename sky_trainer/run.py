@@ -28,7 +28,9 @@ from sky_trainer.config import Config, RolloutConfig, limited
 from sky_trainer.curriculum import Plan, Stage, make_plan
 from sky_trainer.display import Display
 from sky_trainer.files import PARTIAL, partial_of, publish, remove
+from sky_trainer.following import check_ranks, follow
 from sky_trainer.in_loop import InLoop
+from sky_trainer.metering import Metering
 from sky_trainer.opening import opened_engine
 from sky_trainer.record import (
     RunRecord,
@@ -50,12 +52,13 @@ from skyenv.errors import ConfigError
 from skyenv.renderer import Renderer
 from skyenv.types import Trajectory
 from skyenv.vector.lanes import Stages
+from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import OnEvent, PipelineEvent
 
 CONFIG, FINAL = "config.yaml", "final"
 MAY_CHANGE = (
-    *("steps", "save_every", "resume", "staleness", "cpu_threads", "evaluation.", "engine.", "sandbox."),
+    *("steps", "save_every", "resume", "staleness", "cpu_threads", "evaluation.", "engine.", "sandbox.", "metrics."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
 )
 """What a resumed run may be given anew: how it runs, not what it trains."""
@@ -80,20 +83,18 @@ def train(config: Config, display: Display) -> Outcome:
     started = time.monotonic()
     prepare_libraries(config)
     args = grpo.grpo_config(config)
-    if args.world_size > 1:
-        raise ConfigError("training runs in one process; start it without torchrun or accelerate launch")
-    groups, serves = grpo.batch_shape(args)
-    if config.save_every % serves:
-        raise ConfigError(
-            f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple of it"
-        )
-    plan = make_plan(config, groups, serves)
+    check_ranks(config, args)
+    plan, serves = planned(config, *grpo.batch_shape(args))
+    if args.process_index:
+        follow(config, args, plan, config.run_dir / FINAL)
+        return outcome(config, started)
     evaluated = choose_tasks(config.evaluation.tasks) if config.evaluation.every else []
     require_records(evaluated, config.evaluation.tasks.source)
     prepare_directory(config)
     checkpoint = last_checkpoint(config.run_dir) if config.resume else None
     first_step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
     check_consumed(config.run_dir, plan, first_step, serves)
+    args.distributed_state.wait_for_everyone()
     if checkpoint is not None and first_step >= config.steps:
         finish(config.run_dir, checkpoint)
         return outcome(config, started)
@@ -102,12 +103,17 @@ def train(config: Config, display: Display) -> Outcome:
         portal = stack.enter_context(start_blocking_portal())
         provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
         model, tokenizer = starting_policy(config, plan.tasks, Sandboxes(portal, provider), display)
+        args.distributed_state.wait_for_everyone()
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
         engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
-        making = Making(config, engine, renderer, provider, Stages(make_widths(config.rollout)), show(display))
+        metering = Metering(config.run_dir, config.metrics)
+        stack.enter_context(opened(portal, metering.opened()))
+        making = Making(
+            config, engine, renderer, provider, Stages(make_widths(config.rollout)), metering.meter, show(display)
+        )
 
         def on_trajectory(batch: int, trajectory: Trajectory) -> None:
             if trajectory.exact and trajectory.failure is None:
@@ -125,7 +131,7 @@ def train(config: Config, display: Display) -> Outcome:
             on_trajectory=on_trajectory,
         )
         stack.enter_context(opened(portal, ahead.opened()))
-        rollouts = PlannedRollouts(portal, ahead, lambda: weights.version, first_step // serves)
+        rollouts = PlannedRollouts(portal, ahead, lambda: weights.version, metering, first_step // serves)
         evaluation = None
         if config.evaluation.every:
             evaluation = InLoop(config.evaluation, evaluated, making.evaluation(evaluated), portal, record)
@@ -150,6 +156,15 @@ def train(config: Config, display: Display) -> Outcome:
     return outcome(config, started)
 
 
+def planned(config: Config, groups: int, serves: int) -> tuple[Plan, int]:
+    """What is played, in batches of `groups` that serve so many steps. ConfigError where checkpoints split one."""
+    if config.save_every % serves:
+        raise ConfigError(
+            f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple of it"
+        )
+    return make_plan(config, groups, serves), serves
+
+
 @dataclass(frozen=True, slots=True)
 class Making:
     """Makes the pipelines of a run; they share engine, sandboxes and slots."""
@@ -159,6 +174,7 @@ class Making:
     renderer: Renderer
     provider: SandboxProvider
     stages: Stages
+    meter: Meter
     on_event: OnEvent
 
     def pipeline(self, tasks: Sequence[SweTask], rollout: RolloutConfig, **options: Any) -> RolloutPipeline:
@@ -168,8 +184,8 @@ class Making:
         )
 
     def training(self, stage: Stage) -> RolloutPipeline:
-        """That of a stage of the curriculum, which keeps the display's progress line."""
-        return self.pipeline(stage.tasks, stage.rollout, on_event=self.on_event)
+        """That of a stage of the curriculum, which keeps the display's progress line and is counted."""
+        return self.pipeline(stage.tasks, stage.rollout, meter=self.meter, on_event=self.on_event)
 
     def evaluation(self, tasks: Sequence[SweTask]) -> RolloutPipeline:
         """That of the evaluation."""
