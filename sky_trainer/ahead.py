@@ -2,9 +2,10 @@
 
 Invariants: batch n + `staleness` starts when batch n is asked for and not before, so what was accepted and what runs
 never exceed `staleness` + 1 batches beyond those that were trained on, and no token of a batch is older than
-`staleness` batches when it trains; with 0 nothing runs between two batches. A batch is the plan's, whole and in order:
-stragglers hold up their own batch alone. Older batches have their slots first. Trajectories that were on disk when a
-run was killed are not played again, provided that their whole group is there.
+`staleness` batches when it trains; with 0 nothing runs between two batches, and what the next one needs (images, files,
+sandboxes) is fetched meanwhile. A batch is the plan's, whole and in order: stragglers hold up their own batch alone.
+Older batches have their slots first. Trajectories that were on disk when a run was killed are not played again,
+provided that their whole group is there.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class Ahead:
         self._batches: dict[int, Played] = {}
         self._running = self._extra = 0
         self._busy, self._since = 0.0, 0.0
+        self._prefetching = anyio.CancelScope()
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Self]:
@@ -83,13 +85,23 @@ class Ahead:
         for near in range(number, min(number + self.staleness + 1, self.plan.length)):
             if near not in self._batches:
                 self._batches[near] = Played()
+                self._prefetching.cancel()
                 self._tasks.start_soon(self._play, self.plan.batch(near), self._batches[near])
         played = self._batches[number]
         await played.ended.wait()
         del self._batches[number]
         if played.error is not None:
             raise SkyEnvError(str(played.error)) from played.error
+        upcoming = number + self.staleness + 1
+        if upcoming < self.plan.length and not self._running:
+            self._prefetching = anyio.CancelScope()
+            self._tasks.start_soon(self._prefetch, self.plan.batch(upcoming), self._prefetching)
         return played
+
+    async def _prefetch(self, batch: Batch, until_it_starts: anyio.CancelScope) -> None:
+        """While the trainer steps and nothing runs: images, files and sandboxes of the next batch."""
+        with until_it_starts:
+            await self._pipelines[batch.stage.number].prefetch(batch.tasks, self.group_size)
 
     async def more(self, number: int, tasks: Sequence[Any], group_size: int) -> list[Trajectory]:
         """Groups beside the plan, played now with the settings of batch `number`."""

@@ -15,6 +15,7 @@ are pushed here. Private names of TRL that this relies on, each covered by a tes
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
@@ -38,11 +39,12 @@ from trl.trainer.utils import split_tensor_dict
 
 from sky_trainer import files
 from sky_trainer.advantages import AdvantageConfig, AdvantageRules, Scale
-from sky_trainer.batch import Batch, Shape, columns, make_batch, summary
+from sky_trainer.batch import Batch, Shape, make_batch, summary
 from sky_trainer.config import Config
-from sky_trainer.filters import Collect, FilterConfig, silent
+from sky_trainer.filters import Collect, FilterConfig, silent, unmasked
 from sky_trainer.settings import foreign_options
 from sky_trainer.weights import WeightSync
+from skyenv.adapters.trl import columns
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.samples import Mode, RowRules
 
@@ -100,8 +102,15 @@ def batch_shape(args: GRPOConfig) -> tuple[int, int]:
 
 def grpo_config(config: Config) -> GRPOConfig:
     """TRL's configuration of a run. Raises ConfigError for a key under `grpo:` that is unknown, ours or ill-typed."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.rows_per_step % (config.micro_batch * ranks):
+        raise ConfigError(
+            f"micro_batch is {config.micro_batch}, which on {ranks} processes does not divide the"
+            f" {config.rows_per_step} rows of a step (rollout.group_size x rollout.groups_per_step)"
+        )
     values = {
         "bf16": False,
+        "ddp_timeout": 1 << 20,
         "gradient_checkpointing": False,
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
@@ -119,7 +128,7 @@ def grpo_config(config: Config) -> GRPOConfig:
         "num_generations": config.rollout.group_size,
         "temperature": config.rollout.temperature,
         "per_device_train_batch_size": config.micro_batch,
-        "gradient_accumulation_steps": config.rows_per_step // config.micro_batch,
+        "gradient_accumulation_steps": config.rows_per_step // config.micro_batch // ranks,
         "mask_truncated_completions": False,
         "remove_unused_columns": False,
         "logging_steps": 1,
@@ -298,6 +307,8 @@ class SkyGRPOTrainer(GRPOTrainer):
         left_out = silent(groups, self._filters, rules.credit) if self._training else frozenset()
         self._rollout_numbers["rollout/silent"].append(len(left_out) / len(trajectories))
         batch = make_batch(groups, self._rules, rules, shape, left_out)
+        if self._filters.unmask:
+            batch = dataclasses.replace(batch, rows=[unmasked(row) for row in batch.rows])
         for name, value in summary(groups).items():
             self._rollout_numbers[name].append(value)
         if not any(trajectory.exact for trajectory in trajectories):

@@ -35,6 +35,11 @@ FIRST = 1
 """Priority of evaluation over training."""
 
 
+def is_due(config: EvaluationConfig, step: int) -> bool:
+    """Whether the policy after this step is to be evaluated."""
+    return config.at_start if step == 0 else step % config.every == 0
+
+
 class InLoop:
     """Evaluates on the portal's loop with `pipeline`, whose limits and sampling are the evaluation's own."""
 
@@ -57,7 +62,7 @@ class InLoop:
 
     def due(self, step: int) -> bool:
         """Whether the policy after this step is to be evaluated."""
-        return self._config.at_start if step == 0 else step % self._config.every == 0
+        return is_due(self._config, step)
 
     def run(self, step: int) -> bool:
         """Evaluate the policy that the engine samples from now. Returns whether it is the best so far."""

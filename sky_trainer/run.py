@@ -28,6 +28,7 @@ from sky_trainer.config import Config, RolloutConfig, limited
 from sky_trainer.curriculum import Plan, Stage, make_plan
 from sky_trainer.display import Display
 from sky_trainer.files import PARTIAL, partial_of, publish, remove
+from sky_trainer.following import check_ranks, follow
 from sky_trainer.in_loop import InLoop
 from sky_trainer.metering import Metering
 from sky_trainer.opening import opened_engine
@@ -82,20 +83,18 @@ def train(config: Config, display: Display) -> Outcome:
     started = time.monotonic()
     prepare_libraries(config)
     args = grpo.grpo_config(config)
-    if args.world_size > 1:
-        raise ConfigError("training runs in one process; start it without torchrun or accelerate launch")
-    groups, serves = grpo.batch_shape(args)
-    if config.save_every % serves:
-        raise ConfigError(
-            f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple of it"
-        )
-    plan = make_plan(config, groups, serves)
+    check_ranks(config, args)
+    plan, serves = planned(config, *grpo.batch_shape(args))
+    if args.process_index:
+        follow(config, args, plan, config.run_dir / FINAL)
+        return outcome(config, started)
     evaluated = choose_tasks(config.evaluation.tasks) if config.evaluation.every else []
     require_records(evaluated, config.evaluation.tasks.source)
     prepare_directory(config)
     checkpoint = last_checkpoint(config.run_dir) if config.resume else None
     first_step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
     check_consumed(config.run_dir, plan, first_step, serves)
+    args.distributed_state.wait_for_everyone()
     if checkpoint is not None and first_step >= config.steps:
         finish(config.run_dir, checkpoint)
         return outcome(config, started)
@@ -104,6 +103,7 @@ def train(config: Config, display: Display) -> Outcome:
         portal = stack.enter_context(start_blocking_portal())
         provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
         model, tokenizer = starting_policy(config, plan.tasks, Sandboxes(portal, provider), display)
+        args.distributed_state.wait_for_everyone()
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
         engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
@@ -154,6 +154,15 @@ def train(config: Config, display: Display) -> Outcome:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.export(config.run_dir / FINAL)
     return outcome(config, started)
+
+
+def planned(config: Config, groups: int, serves: int) -> tuple[Plan, int]:
+    """What is played, in batches of `groups` that serve so many steps. ConfigError where checkpoints split one."""
+    if config.save_every % serves:
+        raise ConfigError(
+            f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple of it"
+        )
+    return make_plan(config, groups, serves), serves
 
 
 @dataclass(frozen=True, slots=True)

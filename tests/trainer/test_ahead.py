@@ -24,6 +24,7 @@ from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.stopping import FailureThreshold
 from tests.rollout import adventure
 from tests.rollout.adventure import RENDERER, WIN, Adventure, Ledger, Quest
+from tests.rollout.camp import Camp, Camper, Sharing
 
 GROUP = 2
 
@@ -204,6 +205,40 @@ def test_what_is_hidden_behind_training_is_saved() -> None:
     assert play(0, 6)[2] == pytest.approx(6 * 8.5, abs=0.1)
     assert play(1, 6)[2] < 0.6 * 6 * 8.5
     assert play(2, 6)[2] == pytest.approx(4.5 + 6 * 4.0, abs=0.1)
+
+
+@pytest.mark.parametrize(("allowed", "fetched"), [(0, [1, 2]), (2, [])])
+def test_the_next_batch_is_fetched_while_the_trainer_steps_and_nothing_runs(allowed: int, fetched: list[int]) -> None:
+    camp, plan = Camp(), Plan([stage(0, "abcd", 3)], 2, 0, 3)
+    fetching = lambda task_id: adventure.Plan(init=3.0 if task_id == "prefetch" else 0.0)  # noqa: E731
+    sharing = Sharing(prepare=1.0)
+    rolled = dataclasses.replace(pipeline(Counting(), camp), make_env=lambda: Camper(camp, fetching, sharing))
+
+    async def main() -> None:
+        async with Ahead(plan, [rolled], GROUP, staleness=allowed).opened() as ahead:
+            for number, seconds in enumerate((4.0, 4.0, 1.0)):  # long enough for a fetch, and after the last for none
+                await ahead.take(number)
+                await anyio.sleep(seconds)
+
+    adventure.virtual(main)
+    assert camp.prefetched == [(tuple(task.task_id for task in plan.batch(n).tasks), 1) for n in fetched]
+    assert camp.made == camp.closed
+
+
+def test_a_fetch_ends_when_its_batch_starts() -> None:
+    camp, plan = Camp(), Plan([stage(0, "abcd", 3)], 2, 0, 3)
+    fetching = lambda task_id: adventure.Plan(init=3.0 if task_id == "prefetch" else 0.0)  # noqa: E731
+    rolled = dataclasses.replace(pipeline(Counting(), camp), make_env=lambda: Camper(camp, fetching, Sharing()))
+
+    async def main() -> None:
+        async with Ahead(plan, [rolled], GROUP).opened() as ahead:
+            for number in range(3):
+                await ahead.take(number)
+                await anyio.sleep(1.0)
+
+    adventure.virtual(main)
+    assert camp.prefetched == []
+    assert camp.made == camp.closed
 
 
 def test_what_a_killed_run_had_finished_is_not_played_again() -> None:

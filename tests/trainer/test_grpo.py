@@ -241,6 +241,35 @@ def test_save_and_resume_goes_on(player: Player, make_trainer: MakeTrainer, engi
     assert last_checkpoint(tmp_path / "run").name == "checkpoint-4"
 
 
+def test_resumed_training_equals_uninterrupted_training(
+    player: Player, make_trainer: MakeTrainer, model: Any, engine: Any, tmp_path: Path
+) -> None:
+    """Bit for bit: weights, optimizer, schedule and the order of tasks, given the same rollouts at the same step."""
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    played: dict[str, Any] = {}
+    asked: list[str] = []
+
+    def collect(tasks: Any, size: int) -> Any:
+        names = " ".join(task.task_id for task in tasks)
+        asked.append(names)
+        if names not in played:
+            played[names] = player(tasks, size)
+        return played[names]
+
+    options = {"learning_rate": 1e-2, "lr_scheduler_type": "linear"}
+    make_trainer(collect, {"steps": 4, "save_every": 2, "micro_batch": 2}, **options).train()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    order = list(asked)
+    model.load_state_dict(start)
+    engine.policy_version = 0
+    resumed = make_trainer(collect, {"steps": 4, "save_every": 2, "micro_batch": 2}, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert asked[4:] == order[2:]
+    assert any(not torch.equal(whole[name], start[name]) for name in start)
+    for name, value in resumed.model.state_dict().items():
+        assert torch.equal(value, whole[name]), name
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
