@@ -1,7 +1,7 @@
 """How long an update takes from the trainer's memory to a server that samples from it: written, taken, compared.
 
-python benchmarks/weights.py                                   # a served engine of our own, 0.5 and 26 million parameters
-python benchmarks/weights.py --kind vllm --url URL --model DIR # a running server and the checkpoint it serves
+python benchmarks/weights.py                                     # served engines of our own, two sizes
+python benchmarks/weights.py --kind vllm --url URL --model DIR   # a running server and the checkpoint it serves
 """
 
 from __future__ import annotations
