@@ -117,7 +117,8 @@ class SandboxConfig:
 class RolloutConfig:
     """How trajectories are made. Seconds and tokens; one optimizer step trains on groups_per_step x group_size.
 
-    `concurrency` bounds live sandboxes, `init_concurrency` and `eval_concurrency` their set-ups and gradings at a time.
+    `concurrency` bounds live sandboxes, `init_concurrency` and `eval_concurrency` their set-ups and gradings at a time;
+    `grade_ahead` more are opened for grading while agents still work; `longest_first` orders each batch by history.
     `format` and `condenser` are names or `package.module:Name` of one's own. `describe_tools` names: the prompt only
     names the tools. `history`, `template_options` are those of `skyenv.renderer.Renderer`; the condenser, its
     thresholds, reminders and the cut of observations those of `skyenv.rollout.TurnRules`, 0 for none; `stuck` is a
@@ -148,6 +149,8 @@ class RolloutConfig:
     concurrency: int = 32
     init_concurrency: int = 8
     eval_concurrency: int = 8
+    grade_ahead: int = 0
+    longest_first: bool = False
     rows: Mode = "trajectory"
     stop_policy: Mapping[str, Any] = field(default_factory=dict)
 
@@ -274,7 +277,7 @@ def _check_rollout(rollout: RolloutConfig) -> None:
     positive = ("max_turns", "max_tokens_per_turn", "wall_clock", "concurrency", "init_concurrency", "eval_concurrency")
     or_zero = ("observation_tokens", "remind_turns", "remind_tokens", "remind_seconds", "condense_tokens")
     check_least({f"rollout.{name}": (values[name], 1) for name in positive})
-    check_least({f"rollout.{name}": (values[name], 0) for name in (*or_zero, "condense_turns")})
+    check_least({f"rollout.{name}": (values[name], 0) for name in (*or_zero, "condense_turns", "grade_ahead")})
     if rollout.max_context <= rollout.max_tokens_per_turn:
         raise ConfigError(
             f"rollout.max_context is {rollout.max_context}; it must be above rollout.max_tokens_per_turn, which is"

@@ -64,6 +64,7 @@ MAY_CHANGE = (
     *("steps", "save_every", "resume", "staleness", "cpu_threads"),
     *("evaluation.", "engine.", "launch.", "ray.", "sandbox.", "metrics."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
+    *("rollout.grade_ahead", "rollout.longest_first"),
 )
 """What a resumed run may be given anew: how it runs, not what it trains."""
 NOT_EXPORTED = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,6 +120,14 @@ def test_mistakes_name_field_and_fix(data: dict[str, Any], message: str) -> None
     with pytest.raises(ConfigError) as caught:
         from_mapping(data)
     assert message in str(caught.value)
+
+
+def test_the_page_on_long_runs_writes_what_is_taken() -> None:
+    page = Path(__file__).parents[2] / "docs" / "long-runs.md"
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    assert [sorted(yaml.safe_load(block)) for block in blocks] == [["save_every", "stages"], ["evaluation"]]
+    assert from_mapping(yaml.safe_load(blocks[0])).steps == 300
+    assert from_mapping(yaml.safe_load(blocks[1])).evaluation.samples == 4
 
 
 def test_a_stage_ends_with_a_batch() -> None:
