@@ -26,7 +26,7 @@ check: install
 	$(BIN)/mypy
 
 bench: install
-	for script in $(filter-out benchmarks/sandbox.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script $(ARGS) || exit 1; done
+	for script in $(filter-out benchmarks/sandbox.py benchmarks/learning.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script $(ARGS) || exit 1; done
 
 # Beside peers: SWE-ReX in an environment of its own, and docker where an engine answers or can be started.
 bench-sandbox: install

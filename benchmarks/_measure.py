@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def parse(description: str, **defaults: int) -> argparse.Namespace:
-    """Options of a script: `--json` and one integer option for each keyword."""
+def parse(description: str, **defaults: int | float | str) -> argparse.Namespace:
+    """Options of a script: `--json` and one option for each keyword, of its default's type."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     for name, default in defaults.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default {default}")
     return parser.parse_args()
 
 
@@ -40,5 +40,10 @@ def report(results: dict[str, Any], as_json: bool) -> None:
     """Print a table, then the JSON object."""
     table(results)
     if as_json:
-        machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "kernel": platform.release()}
-        print(json.dumps({**results, "machine": machine}))
+        close_with(results)
+
+
+def close_with(results: dict[str, Any]) -> None:
+    """Print the JSON object that a script ends with."""
+    machine = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "kernel": platform.release()}
+    print(json.dumps({**results, "machine": machine}))

@@ -1,24 +1,23 @@
-"""A cluster on a laptop: traces of stage times, an environment and engines that spend them, virtual time.
+"""A cluster on a laptop: an environment and engines that spend the times of a trace, in virtual time.
 
-A trace says for each trajectory how long its init, every generation, every tool call and its evaluation take, and which
-of them fails or hangs. All schedulers play the same trace. The pipeline is the product's own, with a real renderer and
-turn loop; only sleeping is simulated, so that a day of a thousand sandboxes takes seconds.
+The pipeline is the product's own, with a real renderer and turn loop; only sleeping is simulated, so that a day of a
+thousand sandboxes takes minutes.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import anyio
+from _traces import Script
 from trio.testing import MockClock
 
 from skyenv import formats
 from skyenv.core import Env
-from skyenv.errors import EngineError, SandboxLost, SandboxUnavailable
+from skyenv.errors import EngineError, EngineUnavailable, SandboxLost, SandboxUnavailable
 from skyenv.renderer import ByteTokenizer, Renderer
 from skyenv.types import Completion, Message, SamplingParams, Step, ToolCall, ToolSpec
 from skyenv.vector.lanes import Lane
@@ -28,90 +27,82 @@ TOOLS = (
     ToolSpec("finish", "End.", {"type": "object", "properties": {}}),
 )
 RENDERER = Renderer(ByteTokenizer(), formats.get("codeact"))
-FOREVER = 1e12
+DEAD_SECONDS = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Stated distributions, in seconds: log-normal with this median and sigma; turns uniform between two bounds.
+class Share:
+    """How much of something is in use: now, at most, and its integral over time."""
 
-    The default is a SWE task: generation dominates, tools and inits have long tails. `faults` is the share of
-    trajectories that fail once somewhere, `hangs` the share that hang once.
-    """
+    def __init__(self) -> None:
+        self.value = self.most = 0
+        self._area = self._since = 0.0
 
-    init: tuple[float, float] = (8.0, 0.6)
-    generate: tuple[float, float] = (6.0, 0.7)
-    tool: tuple[float, float] = (0.8, 1.2)
-    evaluate: tuple[float, float] = (25.0, 0.7)
-    turns: tuple[int, int] = (5, 35)
-    faults: float = 0.0
-    hangs: float = 0.0
+    def add(self, change: int) -> None:
+        """So much more or less from now on."""
+        self._area, self._since = self.area(), anyio.current_time()
+        self.value += change
+        self.most = max(self.most, self.value)
 
-
-@dataclass(slots=True)
-class Script:
-    """One trajectory of a trace. `trouble` maps a place to `fault` or `hang`, and is used up when it strikes."""
-
-    init: float
-    generate: list[float]
-    tool: list[float]
-    evaluate: float
-    trouble: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        """Seconds of all of it, one after the other."""
-        return self.init + sum(self.generate) + sum(self.tool) + self.evaluate
-
-    async def spend(self, place: str, seconds: float, error: Exception) -> None:
-        """Take the time of a place, or fail or hang there the first time."""
-        trouble = self.trouble.pop(place, None)
-        await anyio.sleep(FOREVER if trouble == "hang" else seconds)
-        if trouble is not None:
-            raise error
-
-
-def draw_trace(shape: Shape, count: int, seed: int) -> list[Script]:
-    """`count` trajectories; the same for the same seed."""
-    chosen = random.Random(seed)
-    time = lambda median, sigma: median * chosen.lognormvariate(0.0, sigma)  # noqa: E731
-    trace = []
-    for _number in range(count):
-        turns = chosen.randint(*shape.turns)
-        script = Script(
-            time(*shape.init),
-            [time(*shape.generate) for _ in range(turns)],
-            [time(*shape.tool) for _ in range(turns)],
-            time(*shape.evaluate),
-        )
-        for kind, share in (("fault", shape.faults), ("hang", shape.hangs)):
-            if chosen.random() < share:
-                script.trouble[chosen.choice(("init", f"generate{turns // 2}", f"tool{turns // 2}", "evaluate"))] = kind
-        trace.append(script)
-    return trace
+    def area(self) -> float:
+        """The integral until now."""
+        return self._area + self.value * (anyio.current_time() - self._since)
 
 
 class Engines:
-    """Several engines of `slots` sequences each, as one `Engine`; a request goes where most slots are free."""
+    """Several engines of `slots` sequences each, and what is counted of a run: slots in use, living sandboxes.
+
+    A request goes where most slots are free. Engines that `die` lose what they serve and refuse what comes.
+    """
 
     def __init__(self, engines: int, slots: int) -> None:
         self.lanes = [Lane(slots) for _ in range(engines)]
         self.slots = engines * slots
-        self.busy_seconds = 0.0
+        self.busy, self.live = Share(), Share()
+        self._serving: list[set[anyio.CancelScope]] = [set() for _ in range(engines)]
+        self._dead: set[int] = set()
 
-    async def serve(self, script: Script, turn: int) -> None:
-        """One generation of a script."""
-        lane = min(self.lanes, key=lambda lane: lane.busy + lane.waiting)
-        async with lane.slot():
-            started = anyio.current_time()
-            try:
-                await script.spend(f"generate{turn}", script.generate[turn], EngineError("the engine died"))
-            finally:
-                self.busy_seconds += anyio.current_time() - started
+    async def die(self, share: float, seed: int, within: float) -> None:
+        """Let a share of the engines die once each, at random moments, for `DEAD_SECONDS`."""
+        chosen = random.Random(f"deaths {seed}")
+
+        async def one(number: int, moment: float) -> None:
+            await anyio.sleep(moment)
+            self._dead.add(number)
+            for scope in self._serving[number]:
+                scope.cancel()
+            await anyio.sleep(DEAD_SECONDS)
+            self._dead.discard(number)
+
+        async with anyio.create_task_group() as group:
+            for number in chosen.sample(range(len(self.lanes)), round(share * len(self.lanes))):
+                group.start_soon(one, number, chosen.uniform(0.0, within))
+
+    async def serve(self, script: Script, turn: int, *, avoid_dead: bool = False) -> None:
+        """One generation of a script. EngineUnavailable when its engine is dead or dies."""
+        numbers = [number for number in range(len(self.lanes)) if not (avoid_dead and number in self._dead)]
+        if not numbers:
+            raise EngineUnavailable("all engines are dead")
+        number = min(numbers, key=lambda number: self.lanes[number].busy + self.lanes[number].waiting)
+        async with self.lanes[number].slot():
+            if number in self._dead:
+                raise EngineUnavailable("the engine is dead")
+            self.busy.add(1)
+            with anyio.CancelScope() as scope:
+                self._serving[number].add(scope)
+                try:
+                    await script.spend(f"generate{turn}", script.generate[turn], EngineError("the engine failed"))
+                finally:
+                    self._serving[number].discard(scope)
+                    self.busy.add(-1)
+            if scope.cancelled_caught:
+                raise EngineUnavailable("the engine died")
 
 
 class SimulatedEngine:
-    """The `Engine` that the product's pipeline sees: the script of a session is found by its task and turn."""
+    """The `Engine` that the product's pipeline sees: the script of a session is found by its task.
+
+    As an `EnginePool` does, it sends a request elsewhere when its engine dies.
+    """
 
     def __init__(self, engines: Engines, scripts: Mapping[str, Script]) -> None:
         self._engines, self._scripts = engines, scripts
@@ -131,9 +122,17 @@ class SimulatedEngine:
         """Spend the time of the turn and call `work`, or `finish` in the last one."""
         script = self._scripts[session_id.rpartition("#")[0]]
         turn = sum(message.role == "assistant" for message in messages)
-        await self._engines.serve(script, min(turn, len(script.generate) - 1))
-        ids = self._answers["finish" if turn >= len(script.generate) - 1 else "work"]
+        last = len(script.generate) - 1
+        await self._serve(script, min(turn, last))
+        ids = self._answers["finish" if turn >= last else "work"]
         return Completion(RENDERER.decode(ids), ids, (0.0,) * len(ids))
+
+    async def _serve(self, script: Script, turn: int) -> None:
+        while True:
+            try:
+                return await self._engines.serve(script, turn, avoid_dead=True)
+            except EngineUnavailable:
+                await anyio.sleep(1.0)
 
 
 class SimulatedEnv(Env):
@@ -141,7 +140,7 @@ class SimulatedEnv(Env):
 
     tools = TOOLS
 
-    def __init__(self, scripts: Mapping[str, Script], live: Callable[[int], None]) -> None:
+    def __init__(self, scripts: Mapping[str, Script], live: Share) -> None:
         self._scripts, self._live = scripts, live
         self._task, self._turn, self._open = "", 0, False
 
@@ -159,7 +158,7 @@ class SimulatedEnv(Env):
     ) -> tuple[str, dict[str, Any]]:
         """Start."""
         self._task, self._open = (options or {})["task"], True
-        self._live(1)
+        self._live.add(1)
         await self._script.spend("init", self._script.init, SandboxUnavailable("no sandbox", 1.0))
         return "ready", {}
 
@@ -179,7 +178,7 @@ class SimulatedEnv(Env):
         """End."""
         if self._open:
             self._open = False
-            self._live(-1)
+            self._live.add(-1)
 
 
 def virtual(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -95,12 +95,6 @@ def make_pipeline(
         max_context=rollout.max_context,
         wall_clock=rollout.wall_clock,
     )
-    widths = StageWidths(
-        init=rollout.init_concurrency,
-        run=rollout.concurrency,
-        eval=rollout.eval_concurrency,
-        live=rollout.concurrency,
-    )
     return RolloutPipeline(
         engine=engine,
         make_env=make_env,
@@ -108,9 +102,19 @@ def make_pipeline(
         limits=limits,
         sampling=SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens_per_turn),
         rules=make_rules(rollout),
-        widths=widths,
+        widths=make_widths(rollout),
         stop_policy={StopReason(reason): action for reason, action in rollout.stop_policy.items()},
         **options,
+    )
+
+
+def make_widths(rollout: RolloutConfig) -> StageWidths:
+    """How many trajectories each stage serves at once."""
+    return StageWidths(
+        init=rollout.init_concurrency,
+        run=rollout.concurrency,
+        eval=rollout.eval_concurrency,
+        live=rollout.concurrency,
     )
 
 

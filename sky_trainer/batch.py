@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
 
 from sky_trainer.advantages import AdvantageRules, advantages, uniform
 from skyenv.samples import Row, RowRules, rows_from
@@ -106,20 +105,6 @@ def _shares(rows: Sequence[Row]) -> list[float]:
     for row in rows:
         totals[row.trajectory] += sum(row.loss_mask)
     return [sum(row.loss_mask) / totals[row.trajectory] if totals[row.trajectory] else 1.0 for row in rows]
-
-
-def columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-    """Rows as the columns that TRL's `rollout_func` returns; the last three reach the reward function."""
-    first = [row.trajectory != before for row, before in zip(rows, [None, *(r.trajectory for r in rows)], strict=False)]
-    return {
-        "prompt_ids": [row.prompt_ids for row in rows],
-        "completion_ids": [row.completion_ids for row in rows],
-        "logprobs": [row.logprobs for row in rows],
-        "env_mask": [row.loss_mask for row in rows],
-        "env_reward": [row.reward if head else None for row, head in zip(rows, first, strict=True)],
-        "status": [row.status for row in rows],
-        "task_id": [row.task_id for row in rows],
-    }
 
 
 def summary(groups: Iterable[TrajectoryGroup]) -> dict[str, float]:

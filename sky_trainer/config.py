@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,13 @@ from typing import Any, Literal
 import yaml
 
 from sky_trainer.advantages import AdvantageConfig
+from sky_trainer.files import write_text
 from sky_trainer.filters import FilterConfig
 from sky_trainer.sections.engine import EngineConfig, check_engine
 from sky_trainer.sections.lora import LoraConfig, check_lora
+from sky_trainer.sections.metrics import MetricsConfig
 from sky_trainer.sections.sft import SftConfig
-from sky_trainer.settings import build, check_least, read_yaml, with_overrides
+from sky_trainer.settings import build, check_least, plain, read_yaml, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
 from skyenv.formats import NativeFormat
@@ -47,12 +49,50 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TasksConfig:
-    """Which tasks: a set's name or path, then only these ids (empty: all), this level, at most `limit`."""
+    """Which tasks: a set's name or path, then only these ids (empty: all), this level, at most `limit`.
+
+    `shuffle`: training takes them in a new order each time around, else always as they stand.
+    """
 
     source: str = "builtin"
     ids: tuple[str, ...] = ()
     level: int | None = None
     limit: int | None = None
+    shuffle: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsConfig:
+    """Budgets of an episode where they differ from those of `rollout`."""
+
+    max_turns: int | None = None
+    max_tokens_per_turn: int | None = None
+    max_context: int | None = None
+    wall_clock: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StageConfig:
+    """A stage of a curriculum: so many optimizer steps on these tasks, within `limits`."""
+
+    steps: int = 0
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """Evaluation while training, `samples` a task every `every` steps (0: never) and, `at_start`, before the first.
+
+    What is not given here is as in `rollout`. The policy with the best score so far is kept in `best`.
+    """
+
+    every: int = 0
+    at_start: bool = True
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    samples: int = 1
+    temperature: float | None = None
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,26 +164,33 @@ class WarmStartConfig:
 class Config:
     """A whole run, written to the directory `out`. `micro_batch` rows go through the model at once; `cpu_threads` 0
     leaves torch's own choice; `resume` goes on from the newest checkpoint in `out`.
+
+    With `stages` each has tasks of its own, `tasks` is not given, and `steps` is their sum unless fewer are asked for.
+    Rollouts run up to `staleness` batches ahead of the one that is trained on; 0: none while the trainer steps.
     """
 
     out: str = "runs/run"
     seed: int = 0
     steps: int = 100
+    staleness: int = 0
     save_every: int = 20
     micro_batch: int = 8
     cpu_threads: int = 0
     resume: bool = True
     model: ModelConfig = field(default_factory=ModelConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
+    stages: tuple[StageConfig, ...] = ()
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     filter: FilterConfig = field(default_factory=FilterConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     grpo: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -155,6 +202,11 @@ class Config:
     def rows_per_step(self) -> int:
         """Trajectories that one optimizer step trains on."""
         return self.rollout.group_size * self.rollout.groups_per_step
+
+    @property
+    def curriculum(self) -> tuple[StageConfig, ...]:
+        """The stages; without any given, one of `steps` steps on `tasks`."""
+        return self.stages or (StageConfig(self.steps, self.tasks),)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -168,41 +220,51 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     What only training forbids, such as several segments a rollout, passes without `training`.
     """
     config = build(Config, data)
+    if config.stages and "steps" not in data:
+        config = dataclasses.replace(config, steps=sum(stage.steps for stage in config.stages))
     _check_rollout(config.rollout)
     check_engine(config.engine)
     if training:
+        _check_curriculum(config)
+        _check_staleness(config)
         _check_training(config)
+        _check_evaluation(config)
     return config
+
+
+def limited(rollout: RolloutConfig, limits: LimitsConfig) -> RolloutConfig:
+    """The rollout settings with these limits over its own."""
+    given = {key: value for key, value in plain(limits).items() if value is not None}
+    return dataclasses.replace(rollout, **given)
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
     """The nested plain values of a config: what `from_mapping` takes."""
-    return {
-        key: {k: list(v) if isinstance(v, tuple) else v for k, v in value.items()} if isinstance(value, dict) else value
-        for key, value in dataclasses.asdict(config).items()
-    }
+    return plain(config)
 
 
 def write(config: Config, path: Path) -> None:
     """Write the resolved config as YAML, without tokens."""
     data = to_mapping(config)
     data["sandbox"]["token"] = data["engine"]["token"] = None
-    path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    write_text(path, yaml.safe_dump(data, sort_keys=False))
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Every value by its dotted key; the free mappings stay whole."""
-    values: dict[str, Any] = {}
-    for key, value in to_mapping(config).items():
-        if dataclasses.is_dataclass(typing.get_type_hints(Config)[key]):
-            values |= {f"{key}.{name}": item for name, item in value.items()}
+    """Every value by its dotted key; lists and the free mappings stay whole."""
+    return dict(_flat(Config, to_mapping(config), ""))
+
+
+def _flat(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            yield from _flat(hint, values[name], f"{prefix}{name}.")
         else:
-            values[key] = value
-    return values
+            yield f"{prefix}{name}", values[name]
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
-    values = dataclasses.asdict(rollout)
+    values = plain(rollout)
     positive = ("max_turns", "max_tokens_per_turn", "wall_clock", "concurrency", "init_concurrency", "eval_concurrency")
     or_zero = ("observation_tokens", "remind_turns", "remind_tokens", "remind_seconds", "condense_tokens")
     check_least({f"rollout.{name}": (values[name], 1) for name in positive})
@@ -235,6 +297,7 @@ def _check_training(config: Config) -> None:
         {
             "steps": (config.steps, 1),
             "save_every": (config.save_every, 1),
+            "staleness": (config.staleness, 0),
             "micro_batch": (config.micro_batch, 1),
             "rollout.group_size": (rollout.group_size, 2),
             "rollout.groups_per_step": (rollout.groups_per_step, 1),
@@ -262,6 +325,42 @@ def _check_training(config: Config) -> None:
             " grpo.entropy_coef instead"
         )
     _check_segments(rollout)
+
+
+def _check_curriculum(config: Config) -> None:
+    if not config.stages:
+        return
+    for place, stage in enumerate(config.stages):
+        check_least({f"stages[{place}].steps": (stage.steps, 1)})
+        _check_limited(config, stage.limits, f"stages[{place}].limits")
+    total = sum(stage.steps for stage in config.stages)
+    if config.tasks != TasksConfig():
+        raise ConfigError("tasks: every stage names its own; move it below stages, or leave stages out")
+    if config.steps > total:
+        raise ConfigError(f"steps is {config.steps}, but the stages have {total} in all; raise theirs or leave it out")
+
+
+def _check_staleness(config: Config) -> None:
+    if config.staleness and config.engine.sync == "shared":
+        raise ConfigError(
+            f"engine.sync is shared, but staleness is {config.staleness}: rollouts would sample from weights that the"
+            " trainer is changing; leave engine.sync at auto"
+        )
+
+
+def _check_evaluation(config: Config) -> None:
+    evaluation = config.evaluation
+    check_least({"evaluation.every": (evaluation.every, 0), "evaluation.samples": (evaluation.samples, 1)})
+    if evaluation.temperature is not None:
+        check_least({"evaluation.temperature": (evaluation.temperature, 0)})
+    _check_limited(config, evaluation.limits, "evaluation.limits")
+
+
+def _check_limited(config: Config, limits: LimitsConfig, key: str) -> None:
+    try:
+        _check_rollout(limited(config.rollout, limits))
+    except ConfigError as error:
+        raise ConfigError(f"{key}: with these, {error}") from error
 
 
 def _check_segments(rollout: RolloutConfig) -> None:

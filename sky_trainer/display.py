@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from sky_trainer.readings import stage_table
 from skyenv.types import Trajectory
 
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -24,6 +25,8 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "entropy": ("entropy", "{:.3f}"),
     "grad": ("grad_norm", "{:.2f}"),
     "ratio": ("sampling/importance_sampling_ratio/mean", "{:.4f}"),
+    "idle": ("engine/idle", "{:.0%}"),
+    "tok/s": ("engine/sampled_tokens_per_second", "{:.0f}"),
     "s/step": ("step_seconds", "{:.1f}"),
     "total s": ("elapsed", "{:.0f}"),
 }
@@ -62,6 +65,10 @@ class Display:
         if not self._interactive:
             self._console.print(text, highlight=False)
 
+    def warn(self, text: str) -> None:
+        """Say what should be looked at."""
+        self._console.print(f"warning: {text}", style="yellow", highlight=False, soft_wrap=True)
+
     def progress(self, text: str) -> None:
         """Say how far the stage is; shown on a terminal only."""
         if self._interactive:
@@ -92,7 +99,8 @@ class Display:
         status = f"step {done}/{self._steps}  {self._stage}"
         if self._ended:
             status += f"  rollouts of this step: {self._ended} ended, {self._resolved} resolved"
-        return Group(table, Text(f"reward {sparkline(self._rewards, 60)}"), Text(status))
+        pipeline = [stage_table(self._rows[-1])] if self._rows and "stage/run/width" in self._rows[-1] else []
+        return Group(table, *pipeline, Text(f"reward {sparkline(self._rewards, 60)}"), Text(status))
 
 
 def sparkline(values: list[float], width: int) -> str:

@@ -91,7 +91,7 @@ async def evaluate(
     """
     done = await anyio.to_thread.run_sync(kept_samples, plan)
     every = {(sample.task_id, sample.sample_index): sample for sample in done}
-    work = missing_samples(plan, every)
+    work = missing_samples(plan.tasks, plan.samples, every)
     if work:
         async with AsyncExitStack() as stack:
             provider = await stack.enter_async_context(skyenv.connect(plan.sandbox.url, plan.sandbox.token))
@@ -120,11 +120,13 @@ def kept_samples(plan: EvalPlan) -> list[Trajectory]:
     return [s for s in samples if s.failure is None and s.task_id in ids and s.sample_index < plan.samples]
 
 
-def missing_samples(plan: EvalPlan, done: Container[tuple[str, int]]) -> list[tuple[tuple[int, ...], list[SweTask]]]:
+def missing_samples(
+    tasks: Sequence[SweTask], samples: int, done: Container[tuple[str, int]]
+) -> list[tuple[tuple[int, ...], list[SweTask]]]:
     """What is left to do: tasks by the sample indices that they lack."""
     work: dict[tuple[int, ...], list[SweTask]] = {}
-    for task in plan.tasks:
-        lacking = tuple(index for index in range(plan.samples) if (task.task_id, index) not in done)
+    for task in tasks:
+        lacking = tuple(index for index in range(samples) if (task.task_id, index) not in done)
         if lacking:
             work.setdefault(lacking, []).append(task)
     return list(work.items())

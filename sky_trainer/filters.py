@@ -6,6 +6,8 @@ cannot be had is left as it is, so that a batch always has the shape that was as
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ from typing import Any, Literal
 
 from sky_trainer.advantages import Credit, overlong, uniform
 from skyenv.errors import SkyEnvError
+from skyenv.samples import Row
 from skyenv.types import Trajectory, TrajectoryGroup
 
 Collect = Callable[[Sequence[Any], int], list[TrajectoryGroup]]
@@ -27,13 +30,15 @@ class FilterConfig:
     `overlong`: samples that a budget of tokens or turns cut off have no loss, though they count in their baseline
     (`rollout.stop_policy` mask leaves them out of that too). `uniform`: groups whose rewards are all the same train as
     others, `mask` gives them no loss, `replace` samples other tasks in their place first. `refill`: what
-    infrastructure spoiled is sampled again. Both happen at most `rounds` times a batch.
+    infrastructure spoiled is sampled again. Both happen at most `rounds` times a batch. `unmask` trains on what the
+    environment wrote as if the policy had: it is wrong, and there to measure what the mask is worth.
     """
 
     overlong: bool = False
     uniform: Literal["keep", "mask", "replace"] = "keep"
     refill: bool = False
     rounds: int = 2
+    unmask: bool = False
 
 
 def silent(groups: Sequence[TrajectoryGroup], filters: FilterConfig, credit: Credit) -> frozenset[int]:
@@ -46,6 +51,14 @@ def silent(groups: Sequence[TrajectoryGroup], filters: FilterConfig, credit: Cre
                 found.add(number)
             number += 1
     return frozenset(found)
+
+
+def unmasked(row: Row) -> Row:
+    """The row with every id behind its prompt under mask 1; what nobody sampled has no logprob."""
+    if not any(row.loss_mask):
+        return row
+    known = [logprob if mask else math.nan for logprob, mask in zip(row.logprobs, row.loss_mask, strict=True)]
+    return dataclasses.replace(row, loss_mask=[1] * len(row.loss_mask), logprobs=known)
 
 
 class Resampling:

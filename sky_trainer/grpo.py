@@ -15,36 +15,59 @@ are pushed here. Private names of TRL that this relies on, each covered by a tes
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from statistics import fmean
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object, is_peft_model
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, PrinterCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback, TrainerState
+from transformers.trainer import TRAINING_ARGS_NAME
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
+from sky_trainer import files
 from sky_trainer.advantages import AdvantageConfig, AdvantageRules, Scale
-from sky_trainer.batch import Batch, Shape, columns, make_batch, summary
+from sky_trainer.batch import Batch, Shape, make_batch, summary
 from sky_trainer.config import Config
-from sky_trainer.filters import Collect, FilterConfig, silent
+from sky_trainer.filters import Collect, FilterConfig, silent, unmasked
 from sky_trainer.settings import foreign_options
 from sky_trainer.weights import WeightSync
+from skyenv.adapters.trl import columns
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.samples import Mode, RowRules
 
-OnNumbers = Callable[[int, Mapping[str, Any]], None]
-"""Called with an optimizer step and everything that was logged for it."""
+OnNumbers = Callable[[int, Mapping[str, Any]], Mapping[str, Any]]
+"""Called on rank 0 with an optimizer step and all its numbers; what it returns is logged beside them."""
+
+
+class Evaluation(Protocol):
+    """Looks at the policy after some of the steps; step 0 is before the first. `best` is where the best one is kept."""
+
+    @property
+    def best(self) -> Path:
+        """The directory of the best policy's export."""
+        ...
+
+    def due(self, step: int) -> bool:
+        """Whether the policy after this step is to be evaluated; the same on every rank."""
+        ...
+
+    def run(self, step: int) -> bool:
+        """Evaluate what the engine samples from; called on rank 0. Returns whether it is the best so far."""
+        ...
+
 
 OWNED = {
     "output_dir": "out",
@@ -60,6 +83,7 @@ OWNED = {
     "mask_truncated_completions": "rollout.stop_policy",
     "remove_unused_columns": "nothing: rows need every column",
     "logging_steps": "nothing: every step is recorded",
+    "shuffle_dataset": "tasks.shuffle",
     "reward_weights": "nothing: a trajectory has one reward, see env.options.reward",
     "multi_objective_aggregation": "nothing: a trajectory has one reward",
 }
@@ -68,10 +92,25 @@ ROW_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 """Losses that TRL divides by the rows of a micro-batch; the others by the tokens of the whole batch, or of its own."""
 
 
+def batch_shape(args: GRPOConfig) -> tuple[int, int]:
+    """Groups in one batch of rollouts, and the optimizer steps that it serves."""
+    assert args.generation_batch_size is not None
+    assert args.num_generations is not None
+    serves = (args.steps_per_generation or 1) * args.num_iterations // args.gradient_accumulation_steps
+    return args.generation_batch_size // args.num_generations, max(1, serves)
+
+
 def grpo_config(config: Config) -> GRPOConfig:
     """TRL's configuration of a run. Raises ConfigError for a key under `grpo:` that is unknown, ours or ill-typed."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.rows_per_step % (config.micro_batch * ranks):
+        raise ConfigError(
+            f"micro_batch is {config.micro_batch}, which on {ranks} processes does not divide the"
+            f" {config.rows_per_step} rows of a step (rollout.group_size x rollout.groups_per_step)"
+        )
     values = {
         "bf16": False,
+        "ddp_timeout": 1 << 20,
         "gradient_checkpointing": False,
         "learning_rate": 1e-6,
         "lr_scheduler_type": "constant",
@@ -89,10 +128,11 @@ def grpo_config(config: Config) -> GRPOConfig:
         "num_generations": config.rollout.group_size,
         "temperature": config.rollout.temperature,
         "per_device_train_batch_size": config.micro_batch,
-        "gradient_accumulation_steps": config.rows_per_step // config.micro_batch,
+        "gradient_accumulation_steps": config.rows_per_step // config.micro_batch // ranks,
         "mask_truncated_completions": False,
         "remove_unused_columns": False,
         "logging_steps": 1,
+        "shuffle_dataset": False,
     }
     try:
         made = GRPOConfig(**values)
@@ -104,9 +144,25 @@ def grpo_config(config: Config) -> GRPOConfig:
     return made
 
 
-def task_reward(env_reward: list[float | None], **_: Any) -> list[float | None]:
-    """The environments' own rewards; None leaves a row out of its group."""
+def task_reward(env_reward: list[float | None], **columns: Any) -> list[float | None]:
+    """The environments' own rewards; None leaves a row out of its group. Says in TRL's table what each row is."""
+    for name in ("task_id", "status"):
+        columns["log_extra"](name, columns[name])
     return env_reward
+
+
+class _AfterStep(TrainerCallback):
+    """Evaluates between a step and its log, and before the first step."""
+
+    def __init__(self, trainer: SkyGRPOTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            self._trainer.evaluate_policy(0)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        self._trainer.evaluate_policy(state.global_step)
 
 
 class SkyGRPOTrainer(GRPOTrainer):
@@ -132,8 +188,10 @@ class SkyGRPOTrainer(GRPOTrainer):
         processing_class: PreTrainedTokenizerBase,
         rows: Mode = "trajectory",
         advantage: AdvantageConfig | None = None,
+        order: Sequence[int] | None = None,
         filters: FilterConfig | None = None,
         on_numbers: OnNumbers | None = None,
+        evaluation: Evaluation | None = None,
         **options: Any,
     ) -> None:
         if not tasks:
@@ -146,18 +204,20 @@ class SkyGRPOTrainer(GRPOTrainer):
         self._collect = collect
         self._weights = weights
         self._on_numbers = on_numbers
+        self._evaluation = evaluation
         self._batch = Batch([], [], [], 1, 0.0)
         self._rollout_numbers: dict[str, list[float]] = defaultdict(list)
         super().__init__(
             model=model,
             reward_funcs=task_reward,
             args=args,
-            train_dataset=task_dataset(tasks, args),
+            train_dataset=task_dataset(tasks, args, order),
             processing_class=processing_class,
             rollout_func=self._rollout,
             **options,
         )
         self.remove_callback(PrinterCallback)
+        self.add_callback(_AfterStep(self))
         self._rules = RowRules(self._tokenizer.eos_token_id, model.config.vocab_size, rows)
         self._advantage = advantage or AdvantageConfig()
         self._filters = filters or FilterConfig()
@@ -175,7 +235,9 @@ class SkyGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Roll out, then let TRL make tensors of one prompt a row; advantages and weights of rows are ours."""
         if self.state.global_step != self._last_loaded_step:
+            started = time.monotonic()
             self._weights.push(self.state.global_step)
+            self._rollout_numbers["sync/seconds"].append(time.monotonic() - started)
             self._last_loaded_step = self.state.global_step
         self._batch = batch = self._shared_batch([row["task_index"] for row in inputs], len(inputs))
         count = len(batch.rows) // self.accelerator.num_processes
@@ -245,6 +307,8 @@ class SkyGRPOTrainer(GRPOTrainer):
         left_out = silent(groups, self._filters, rules.credit) if self._training else frozenset()
         self._rollout_numbers["rollout/silent"].append(len(left_out) / len(trajectories))
         batch = make_batch(groups, self._rules, rules, shape, left_out)
+        if self._filters.unmask:
+            batch = dataclasses.replace(batch, rows=[unmasked(row) for row in batch.rows])
         for name, value in summary(groups).items():
             self._rollout_numbers[name].append(value)
         if not any(trajectory.exact for trajectory in trajectories):
@@ -324,15 +388,42 @@ class SkyGRPOTrainer(GRPOTrainer):
         prefix = "" if self._training else "eval_"
         logs.update({f"{prefix}{name}": fmean(values) for name, values in self._rollout_numbers.items()})
         self._rollout_numbers.clear()
+        if self._on_numbers is not None and self._training and "loss" in logs and self.accelerator.is_main_process:
+            known: dict[str, float] = {}
+            for name, values in self._metrics["train"].items():
+                numbers = [value for value in values if not math.isnan(value)]
+                known |= {name: fmean(numbers)} if numbers else {}
+            logs.update(self._on_numbers(self.state.global_step, {**logs, **known}))
         super().log(logs, start_time)
-        if self._on_numbers is not None and self._training and "reward" in logs:
-            self._on_numbers(self.state.global_step, logs)
+
+    def evaluate_policy(self, step: int) -> None:
+        """Evaluate the policy after this step where that is due, and keep it if it is the best."""
+        if self._evaluation is None or not self._evaluation.due(step):
+            return
+        self._weights.push(step)
+        best = self.accelerator.is_main_process and self._evaluation.run(step)
+        if self.accelerator.num_processes > 1:
+            (best,) = broadcast_object_list([best])
+        if best:
+            self.export(self._evaluation.best)
+
+    def export(self, path: Path) -> None:
+        """Write the policy and its tokenizer as transformers load them; called on every rank."""
+        partial = files.partial_of(path)
+        if self.accelerator.is_main_process:
+            files.remove(partial)
+        self.accelerator.wait_for_everyone()
+        self.save_model(str(partial))
+        if self.accelerator.is_main_process:
+            (partial / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            files.publish(partial, path)
+        self.accelerator.wait_for_everyone()
 
 
-def task_dataset(tasks: Sequence[Any], args: GRPOConfig) -> Dataset:
-    """One row a task, repeated so that whole generation batches take every task equally often."""
+def task_dataset(tasks: Sequence[Any], args: GRPOConfig, order: Sequence[int] | None = None) -> Dataset:
+    """One row a group, in this order; else one a task, repeated so that whole batches take every task equally often."""
     assert args.generation_batch_size is not None
     assert args.num_generations is not None
     groups = args.generation_batch_size // args.num_generations
-    order = list(range(len(tasks))) * (groups // math.gcd(groups, len(tasks)))
+    order = order or list(range(len(tasks))) * (groups // math.gcd(groups, len(tasks)))
     return Dataset.from_list([{"prompt": tasks[i].task_id, "task_index": i} for i in order])

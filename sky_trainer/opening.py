@@ -38,7 +38,7 @@ def opened_engine(
     Raises ConfigError for what the user can change, EngineUnavailable when no server answers.
     """
     if config.engine.remote:
-        with opened(portal, _servers(config.engine)) as (pool, servers):
+        with opened(portal, opened_servers(config.engine)) as (pool, servers):
             ids = renderer.encode(TEXT)
             probe = Probe(model, ids, config.rollout.temperature, config.engine.probe_bound)
             yield (
@@ -53,7 +53,7 @@ def opened_engine(
                 ),
             )
         return
-    copied = config.engine.sync == "copy"
+    copied = config.engine.sync == "copy" or (config.engine.sync == "auto" and config.staleness > 0)
     own = copy.deepcopy(model) if copied else model
     engine = HFEngine(own, renderer.decode, renderer.stop_token_ids, seed=config.seed)
     with opened(portal, engine):
@@ -70,11 +70,18 @@ def make_delivery(engine: EngineConfig, run_dir: Path, model: Any) -> Delivery:
 
 
 @asynccontextmanager
-async def _servers(config: EngineConfig) -> AsyncIterator[tuple[EnginePool, list[Server]]]:
+async def opened_servers(config: EngineConfig) -> AsyncIterator[tuple[EnginePool, list[Server]]]:
     """A pool of the configured servers and the control of each."""
     assert config.kind != "embedded"
     engines = [
-        OpenAIEngine(url, config.model, flavour=config.kind, timeout=config.request_timeout, retry_for=0.0)
+        OpenAIEngine(
+            url,
+            config.model,
+            flavour=config.kind,
+            timeout=config.request_timeout,
+            retry_for=0.0,
+            token=config.token,
+        )
         for url in config.urls
     ]
     async with AsyncExitStack() as stack:

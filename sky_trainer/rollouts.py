@@ -6,8 +6,10 @@ thread only waits on it, so an interrupt there cancels the rollouts and returns 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -17,9 +19,85 @@ from skyenv.errors import SkyEnvError
 from skyenv.types import Trajectory, TrajectoryGroup
 
 if TYPE_CHECKING:
+    from sky_trainer.ahead import Ahead, Played
+    from sky_trainer.curriculum import Plan
+    from sky_trainer.metering import Metering
     from skyenv.vector.pipeline import RolloutPipeline
 
 T = TypeVar("T")
+
+
+class PlannedRollouts:
+    """Blocking face of a plan's batches for the trainer's thread. Portal and `ahead` belong to whoever opened them.
+
+    `upcoming` is the number of the batch that comes next; `version` tells which policy a batch trains, `metering` what
+    rollouts cost.
+    """
+
+    def __init__(
+        self, portal: BlockingPortal, ahead: Ahead, version: Callable[[], int], metering: Metering, first: int = 0
+    ) -> None:
+        self._portal, self._ahead, self._version, self._metering = portal, ahead, version, metering
+        self.upcoming = first
+        self._left: tuple[float, float] | None = None
+        self._numbers: dict[str, float] = {}
+
+    @property
+    def plan(self) -> Plan:
+        """What is played."""
+        return self._ahead.plan
+
+    def collect(self, tasks: Sequence[Any], group_size: int) -> list[TrajectoryGroup]:
+        """The plan's next batch: groups in the order of `tasks`, which must be its own, siblings by sample index.
+
+        Raises SkyEnvError when rollouts ended, or a sample did not come back exactly once.
+        """
+        number = self.upcoming
+        batch = self.plan.batch(number)
+        if [task.task_id for task in tasks] != [task.task_id for task in batch.tasks]:
+            raise SkyEnvError(f"the trainer asks for other tasks than the plan has for batch {number}")
+        self.upcoming = number + 1
+        asked, busy = time.monotonic(), self._portal.call(self._ahead.busy_seconds)
+        played = call(self._portal, self._ahead.take, number)
+        groups = grouped(played.found, len(tasks), group_size, batch.groups()[0][0])
+        self._count(number, played, asked, busy)
+        return groups
+
+    def more(self, tasks: Sequence[Any], group_size: int) -> list[TrajectoryGroup]:
+        """Groups beside the plan, with the settings of the last batch."""
+        found = call(self._portal, self._ahead.more, max(0, self.upcoming - 1), tasks, group_size)
+        return grouped(found, len(tasks), group_size, min(trajectory.group_id for trajectory in found))
+
+    def numbers(self) -> dict[str, float]:
+        """What is to be said of the last batch, and of the rollouts since the last call."""
+        return {**self._numbers, **call(self._portal, self._metering.step)}
+
+    def _count(self, number: int, played: Played, asked: float, busy: float) -> None:
+        now = time.monotonic()
+        self._numbers = {
+            "curriculum/stage": float(self.plan.batch(number).stage.number + 1),
+            "rollout/replayed": float(played.replayed),
+            "overlap/wait_seconds": now - asked,
+            **staleness(played.found, self._version()),
+        }
+        if self._left is not None:
+            left, busy_then = self._left
+            hidden = min(busy - busy_then, asked - left)
+            self._numbers |= {"overlap/hidden_seconds": hidden, "overlap/share": hidden / max(now - left, 1e-9)}
+        self._left = now, self._portal.call(self._ahead.busy_seconds)
+
+
+def staleness(trajectories: Sequence[Trajectory], version: int) -> dict[str, float]:
+    """How many versions older than `version` turns were sampled, and the share of trajectories of several versions."""
+    played = [[turn.policy_version for turn in trajectory.turns] for trajectory in trajectories if trajectory.turns]
+    ages = [version - sampled for turns in played for sampled in turns]
+    if not ages:
+        return {}
+    return {
+        "staleness/mean": fmean(ages),
+        "staleness/max": float(max(ages)),
+        "staleness/mixed": fmean(len(set(turns)) > 1 for turns in played),
+    }
 
 
 class Rollouts:
@@ -81,14 +159,17 @@ def opened(portal: BlockingPortal, manager: AbstractAsyncContextManager[T]) -> I
         inner.__exit__(None, None, None)
 
 
-def grouped(trajectories: Sequence[Trajectory], groups: int, group_size: int) -> list[TrajectoryGroup]:
+def grouped(
+    trajectories: Sequence[Trajectory], groups: int, group_size: int, first_group: int = 0
+) -> list[TrajectoryGroup]:
     """Sort trajectories into whole groups. SkyEnvError unless each (group, sample) is there exactly once."""
+    numbers = range(first_group, first_group + groups)
     by_place = {(t.group_id, t.sample_index): t for t in trajectories}
-    wanted = [(group, sample) for group in range(groups) for sample in range(group_size)]
+    wanted = [(group, sample) for group in numbers for sample in range(group_size)]
     if len(trajectories) != len(wanted) or any(place not in by_place for place in wanted):
         raise SkyEnvError(
             f"the pipeline returned {len(trajectories)} trajectories for {groups} groups of {group_size};"
             " each sample must come back exactly once"
         )
-    rows = [[by_place[group, sample] for sample in range(group_size)] for group in range(groups)]
-    return [TrajectoryGroup(row[0].task_id, group, row) for group, row in enumerate(rows)]
+    rows = [[by_place[group, sample] for sample in range(group_size)] for group in numbers]
+    return [TrajectoryGroup(row[0].task_id, row[0].group_id, row) for row in rows]

@@ -8,32 +8,61 @@ checkpoint from which the run goes on.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import shutil
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
 import skyenv
 from sky_trainer import config as configuration
-from sky_trainer.assembly import choose_tasks, make_pipeline, make_renderer
-from sky_trainer.config import Config
+from sky_trainer.ahead import Ahead
+from sky_trainer.assembly import choose_tasks, make_pipeline, make_renderer, make_widths
+from sky_trainer.config import Config, RolloutConfig, limited
+from sky_trainer.curriculum import Plan, Stage, make_plan
 from sky_trainer.display import Display
-from sky_trainer.filters import Resampling
+from sky_trainer.files import PARTIAL, partial_of, publish, remove
+from sky_trainer.following import check_ranks, follow
+from sky_trainer.in_loop import InLoop
+from sky_trainer.metering import Metering
 from sky_trainer.opening import opened_engine
-from sky_trainer.record import RunRecord, last_checkpoint, quarters, read_metrics
-from sky_trainer.rollouts import Rollouts, opened
+from sky_trainer.record import (
+    RunRecord,
+    consumed_tasks,
+    last_checkpoint,
+    quarters,
+    read_metrics,
+    stored_trajectories,
+)
+from sky_trainer.rollouts import PlannedRollouts, opened
 from sky_trainer.sections.lora import with_adapters
 from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
+from sky_trainer.watch import Watch
+from skyenv.core import Engine, SandboxProvider
 from skyenv.envs.swe.records import require_records
+from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import ConfigError
+from skyenv.renderer import Renderer
 from skyenv.types import Trajectory
+from skyenv.vector.lanes import Stages
+from skyenv.vector.metrics import Meter
+from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import OnEvent, PipelineEvent
 
 CONFIG, FINAL = "config.yaml", "final"
+MAY_CHANGE = (
+    *("steps", "save_every", "resume", "staleness", "cpu_threads", "evaluation.", "engine.", "sandbox.", "metrics."),
+    *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
+)
+"""What a resumed run may be given anew: how it runs, not what it trains."""
+NOT_EXPORTED = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,50 +83,141 @@ def train(config: Config, display: Display) -> Outcome:
     started = time.monotonic()
     prepare_libraries(config)
     args = grpo.grpo_config(config)
-    if args.world_size > 1:
-        raise ConfigError("training runs in one process; start it without torchrun or accelerate launch")
-    tasks = choose_tasks(config.tasks)
-    require_records(tasks, config.tasks.source)
+    check_ranks(config, args)
+    plan, serves = planned(config, *grpo.batch_shape(args))
+    if args.process_index:
+        follow(config, args, plan, config.run_dir / FINAL)
+        return outcome(config, started)
+    evaluated = choose_tasks(config.evaluation.tasks) if config.evaluation.every else []
+    require_records(evaluated, config.evaluation.tasks.source)
     prepare_directory(config)
     checkpoint = last_checkpoint(config.run_dir) if config.resume else None
     first_step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-    if first_step >= config.steps:
+    check_consumed(config.run_dir, plan, first_step, serves)
+    args.distributed_state.wait_for_everyone()
+    if checkpoint is not None and first_step >= config.steps:
+        finish(config.run_dir, checkpoint)
         return outcome(config, started)
     with ExitStack() as stack:
         stack.enter_context(display)
         portal = stack.enter_context(start_blocking_portal())
         provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
-        model, tokenizer = starting_policy(config, tasks, Sandboxes(portal, provider), display)
+        model, tokenizer = starting_policy(config, plan.tasks, Sandboxes(portal, provider), display)
+        args.distributed_state.wait_for_everyone()
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
         engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
+        metering = Metering(config.run_dir, config.metrics)
+        stack.enter_context(opened(portal, metering.opened()))
+        making = Making(
+            config, engine, renderer, provider, Stages(make_widths(config.rollout)), metering.meter, show(display)
+        )
 
-        def on_trajectory(trajectory: Trajectory) -> None:
+        def on_trajectory(batch: int, trajectory: Trajectory) -> None:
             if trajectory.exact and trajectory.failure is None:
                 trajectory.counters["drift"] = renderer.drift(trajectory)
-            record.trajectory(trajectory)
+            record.trajectory(trajectory, batch * serves + 1)
             display.trajectory(trajectory)
 
-        pipeline = make_pipeline(engine, renderer, provider, tasks, config.env, config.rollout, on_event=show(display))
-        rollouts = Rollouts(portal, pipeline, on_trajectory)
+        stored = {(step - 1) // serves: t for step, t in stored_trajectories(config.run_dir, first_step).items()}
+        ahead = Ahead(
+            plan,
+            [making.training(stage) for stage in plan.stages],
+            config.rollout.group_size,
+            staleness=config.staleness,
+            stored=stored,
+            on_trajectory=on_trajectory,
+        )
+        stack.enter_context(opened(portal, ahead.opened()))
+        rollouts = PlannedRollouts(portal, ahead, lambda: weights.version, metering, first_step // serves)
+        evaluation = None
+        if config.evaluation.every:
+            evaluation = InLoop(config.evaluation, evaluated, making.evaluation(evaluated), portal, record)
+        watch = Watch(record, display, rollouts, evaluation, config.filter, serves)
         trainer = grpo.SkyGRPOTrainer(
             model,
             args=args,
-            tasks=tasks,
-            collect=Resampling(rollouts.collect, rollouts.collect, tasks, config.filter, config.seed),
+            tasks=plan.tasks,
+            order=plan.order(),
+            collect=watch.collect,
             weights=weights,
             processing_class=tokenizer,
             rows=config.rollout.rows,
             advantage=config.advantage,
             filters=config.filter,
-            on_numbers=record.metrics,
+            on_numbers=watch.numbers,
+            evaluation=evaluation,
         )
         display.stage(f"GRPO: {config.steps - first_step} steps of {config.rows_per_step} rollouts")
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        trainer.save_model(str(config.run_dir / FINAL))
+        trainer.export(config.run_dir / FINAL)
     return outcome(config, started)
+
+
+def planned(config: Config, groups: int, serves: int) -> tuple[Plan, int]:
+    """What is played, in batches of `groups` that serve so many steps. ConfigError where checkpoints split one."""
+    if config.save_every % serves:
+        raise ConfigError(
+            f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple of it"
+        )
+    return make_plan(config, groups, serves), serves
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """Makes the pipelines of a run; they share engine, sandboxes and slots."""
+
+    config: Config
+    engine: Engine
+    renderer: Renderer
+    provider: SandboxProvider
+    stages: Stages
+    meter: Meter
+    on_event: OnEvent
+
+    def pipeline(self, tasks: Sequence[SweTask], rollout: RolloutConfig, **options: Any) -> RolloutPipeline:
+        """A pipeline over these tasks."""
+        return make_pipeline(
+            self.engine, self.renderer, self.provider, tasks, self.config.env, rollout, stages=self.stages, **options
+        )
+
+    def training(self, stage: Stage) -> RolloutPipeline:
+        """That of a stage of the curriculum, which keeps the display's progress line and is counted."""
+        return self.pipeline(stage.tasks, stage.rollout, meter=self.meter, on_event=self.on_event)
+
+    def evaluation(self, tasks: Sequence[SweTask]) -> RolloutPipeline:
+        """That of the evaluation."""
+        settings = self.config.evaluation
+        rollout = limited(self.config.rollout, settings.limits)
+        if settings.temperature is not None:
+            rollout = dataclasses.replace(rollout, temperature=settings.temperature)
+        return self.pipeline(tasks, rollout)
+
+
+def check_consumed(run_dir: Path, plan: Plan, first_step: int, serves: int) -> None:
+    """ConfigError unless what was trained on up to `first_step` is what the plan says."""
+    for row in consumed_tasks(run_dir):
+        number = (row["step"] - 1) // serves
+        if row["step"] > first_step or number >= plan.length:
+            continue
+        planned = [task.task_id for task in plan.batch(number).tasks]
+        if row["tasks"] != planned:
+            raise ConfigError(
+                f"out: {run_dir} trained on other tasks in step {row['step']} than this configuration plans; the task"
+                " set changed since, choose another directory"
+            )
+
+
+def finish(run_dir: Path, checkpoint: Path) -> None:
+    """Export the policy of a run that was killed between its last step and that."""
+    if (run_dir / FINAL).exists():
+        return
+    partial = partial_of(run_dir / FINAL)
+    remove(partial)
+    shutil.copytree(checkpoint, partial, ignore=shutil.ignore_patterns(*NOT_EXPORTED))
+    publish(partial, run_dir / FINAL)
 
 
 def outcome(config: Config, started: float) -> Outcome:
@@ -126,7 +246,7 @@ def prepare_directory(config: Config) -> None:
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            if any(config.run_dir.iterdir()):
+            if any(file.suffix != PARTIAL for file in config.run_dir.iterdir()):
                 raise ConfigError(f"out: {config.run_dir} holds other files; choose an empty or new directory")
             configuration.write(config, path)
     except OSError as error:
@@ -134,8 +254,7 @@ def prepare_directory(config: Config) -> None:
     if not config.resume and read_metrics(config.run_dir):
         raise ConfigError(f"out: {config.run_dir} holds a run already; choose another or leave resume at true")
     before = configuration.from_mapping(read_yaml(path))
-    may_change = ("steps", "save_every", "resume")
-    changed = [key for key in different_keys(before, config) if key not in may_change and not key.startswith("engine.")]
+    changed = [key for key in different_keys(before, config) if not key.startswith(MAY_CHANGE)]
     if changed:
         raise ConfigError(
             f"out: {config.run_dir} holds a run with another {', '.join(changed)}; choose another directory"

@@ -1,7 +1,7 @@
 """Settings as data: YAML files and command-line words in, typed values out, every mistake named with its fix.
 
 Knows nothing of what the settings mean: `build` makes any frozen dataclass whose fields are scalars, tuples of text,
-mappings, literals, or such dataclasses again.
+mappings, literals, or such dataclasses and tuples of them again.
 """
 
 from __future__ import annotations
@@ -98,6 +98,17 @@ def every_key(kind: type[Any], prefix: str = "") -> list[str]:
     return keys
 
 
+def plain(section: Any) -> dict[str, Any]:
+    """A settings dataclass as nested mappings, lists and scalars: what `build` takes and YAML writes."""
+    return {key: _plain(value) for key, value in dataclasses.asdict(section).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
 def unknown_key(key: str, known: Sequence[str]) -> str:
     """The message for a key that does not exist, naming the nearest that does."""
     leaf = key.rpartition(".")[2]
@@ -124,6 +135,10 @@ def _convert(hint: Any, value: Any, key: str, known: Sequence[str]) -> Any:
         if value not in arguments:
             raise ConfigError(f"{key} is {value!r}; it must be one of {', '.join(map(str, arguments))}")
         return value
+    if origin is tuple and dataclasses.is_dataclass(arguments[0]) and isinstance(arguments[0], type):
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            raise ConfigError(f"{key} is {value!r}; write a list of sections")
+        return tuple(build(arguments[0], item, f"{key}[{place}].") for place, item in enumerate(value))
     if origin is tuple:
         words = value.split(",") if isinstance(value, str) else value
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):

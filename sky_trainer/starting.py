@@ -61,9 +61,17 @@ def starting_policy(config: Config, tasks: list[SweTask], sandboxes: Sandboxes, 
         (warm / DONE).touch()
     elif config.model.path == "tiny" and not config.warm_start.steps:
         raise ConfigError("model.path: a tiny model knows nothing and needs warm_start.steps above 0")
-    source = str(warm) if config.warm_start.steps else config.model.path
-    display.stage(f"loading {source}")
-    return load_model(source, config.model.dtype), load_tokenizer(source)
+    display.stage(f"loading {_source(config)}")
+    return settled_policy(config)
+
+
+def settled_policy(config: Config) -> tuple[Any, Any]:
+    """The same, once it is there: for the processes that did not make it."""
+    return load_model(_source(config), config.model.dtype), load_tokenizer(_source(config))
+
+
+def _source(config: Config) -> str:
+    return str(config.run_dir / WARM) if config.warm_start.steps else config.model.path
 
 
 def tiny_policy(config: Config, texts: list[str], display: Display) -> tuple[Any, Any]:

@@ -20,10 +20,15 @@ from typing import Literal
 import anyio
 import httpx
 import pytest
+from hypothesis import HealthCheck, settings
 
 from skyenv.engines.control import control_of
 from skyenv.engines.openai import OpenAIEngine
 from tests.engines.serve import ENVIRONMENTS, READY_WITHIN
+
+# How fast examples are made says how busy the machine is, not whether the code is right.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 Flavour = Literal["vllm", "sglang"]
 VARIABLES = {"vllm": "SKYENV_VLLM_URL", "sglang": "SKYENV_SGLANG_URL"}

@@ -49,6 +49,7 @@ LAYERS: dict[str, set[str]] = {
         "skyenv.plugins",
         "skyenv.trajectory_io",
     },
+    "skyenv.adapters": {"skyenv"},
     "skyenv.envs.agent": CORE | {"skyenv.envs", "skyenv.recorder", "skyenv.renderer"},
     "skyenv.recorder": CORE | {"skyenv.recorder", "skyenv.renderer", "skyenv.formats", "skyenv.remote.listen"},
     "skyenv": {"skyenv"},

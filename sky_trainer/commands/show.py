@@ -117,11 +117,15 @@ def show_one(trajectory: Trajectory, console: Console, limit: int | None) -> Non
     failing = [
         f"{test}: {result}" for test, result in trajectory.verdict.get("tests", {}).items() if result != "passed"
     ]
+    terms = trajectory.verdict.get("reward_terms") or {}
     facts = {
+        "reward": ", ".join(f"{term} {value:g}" for term, value in terms.items()) or trajectory.reward,
         "stopped by": trajectory.stop_reason,
         "not passed": ", ".join(failing) or None,
         "flags": ", ".join(trajectory.verdict.get("flags", [])) or None,
         "seconds": ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in trajectory.seconds.items()),
+        "of run": f"engine {sum(turn.generate_seconds for turn in trajectory.turns):.2f},"
+        f" tools {sum(turn.step_seconds for turn in trajectory.turns):.2f}",
         "tokens": f"{trajectory.sampled_tokens} sampled in {len(trajectory.segments)} segments",
         "attempts": trajectory.attempts,
     }

@@ -19,7 +19,7 @@ class EngineConfig:
     own module samples; copy: a copy of it in this process; disk: files in `directory` (default: `weights` in the run
     directory), which servers may see as `server_directory`; nccl: broadcast from GPU to GPU, with gloo in its place
     for SGLang on CPUs, met at `address`, this machine's name for the servers; lora: the adapter alone, as files; auto:
-    shared or disk. `pause` is what becomes of requests
+    shared, copy where rollouts run ahead of the trainer, or disk. `pause` is what becomes of requests
     under way during an update, see `skyenv.engines.control.PauseMode`; `sync_timeout` bounds it in seconds,
     `request_timeout` one generation. `probe_bound`: after each update a probe's logprobs may differ by so much on
     average between a server and the trainer; 0 compares with a bound of the model's precision, negative not at all.

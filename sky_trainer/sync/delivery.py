@@ -147,7 +147,7 @@ class BroadcastDelivery:
     def __init__(self, model: Any, backend: Literal["nccl", "gloo"], address: str, timeout: float) -> None:
         self._model, self._backend, self._timeout = model, backend, timeout
         self._address = address or "127.0.0.1"
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, tuple[Group, str]] = {}
         self._weights: dict[str, torch.Tensor] = {}
 
     def prepare(self, version: int) -> None:
@@ -158,8 +158,8 @@ class BroadcastDelivery:
 
     async def give(self, server: Server, version: int) -> None:
         """Broadcast while the server receives. What fails takes the group with it; the next time forms another."""
-        name = _group_name(server.url)
-        group = self._groups.pop(server.url, None) or await self._join(server, name)
+        formed = self._groups.pop(server.url) if server.url in self._groups else await self._join(server)
+        group, name = formed
         metas = [
             TensorMeta(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
             for name, value in self._weights.items()
@@ -170,12 +170,12 @@ class BroadcastDelivery:
             with boundary(EngineError, f"the weights could not be sent to {server.url}"):
                 await anyio.to_thread.run_sync(group.send, list(self._weights.values()), abandon_on_cancel=True)
         await server.control.finish_update(version)
-        self._groups[server.url] = group
+        self._groups[server.url] = formed
 
-    async def _join(self, server: Server, name: str) -> Group:
-        """Form the group; both ends wait for each other."""
+    async def _join(self, server: Server) -> tuple[Group, str]:
+        """Form a group under a new name; both ends wait for each other."""
+        name = f"skyenv-{uuid.uuid4().hex[:8]}"
         size = 1 + await server.control.workers()
-        where = Rendezvous(self._address, 0, size, backend=self._backend, group=name)
         made: Group
         if isinstance(server.control, VLLMControl):
             made = nccl = NcclGroup(size)
@@ -188,7 +188,7 @@ class BroadcastDelivery:
             tasks.start_soon(server.control.join, where)
             with boundary(EngineError, f"no transfer group with {server.url}"):
                 await anyio.to_thread.run_sync(made.join, abandon_on_cancel=True)
-        return made
+        return made, name
 
     def settle(self) -> None:
         """Let go of gathered tensors."""
@@ -197,11 +197,6 @@ class BroadcastDelivery:
 
 async def _receive(server: Server, metas: list[TensorMeta], name: str) -> None:
     await server.control.receive(metas, group=name)
-
-
-def _group_name(url: str) -> str:
-    """A name that no other server's group and no earlier trainer's has."""
-    return f"skyenv-{uuid.uuid5(uuid.NAMESPACE_URL, url).hex[:8]}"
 
 
 def _free_port(address: str) -> int:

@@ -1,7 +1,7 @@
 """The sender's end of a transfer group: rank 0 of a group whose other ranks are one server's workers.
 
 Nothing here imports a server's package. `TorchGroup` is what SGLang joins, over NCCL or Gloo; `NcclGroup` is what vLLM
-joins, over torch's own binding of NCCL. Both block, so they are called in a thread.
+joins, over torch's own binding of NCCL. Both block, so they are called in a thread. A group lasts like the process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,6 @@ class Group(Protocol):
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """Broadcast tensors one after another."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
         ...
 
 
@@ -70,14 +66,6 @@ class TorchGroup:
         for tensor in tensors:
             dist.broadcast(tensor.to(device).contiguous(), src=0, group=self._group)
 
-    def close(self) -> None:
-        """Destroy the group."""
-        import torch.distributed as dist
-
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
-
 
 class NcclGroup:
     """An NCCL communicator by a unique id that the server is told beforehand."""
@@ -110,7 +98,3 @@ class NcclGroup:
         for tensor in tensors:
             torch.cuda.nccl.broadcast([tensor.to("cuda").contiguous()], 0, comms=[self._comm])
         torch.cuda.synchronize()
-
-    def close(self) -> None:
-        """Let the communicator go."""
-        self._comm = None

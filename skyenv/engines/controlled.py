@@ -8,7 +8,6 @@ knows what it did.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -85,7 +84,7 @@ class ControlledServer:
         return self._version
 
     async def __aenter__(self) -> Self:
-        key = os.environ.get(API_KEY)
+        key = self._engine.token
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers={"authorization": f"Bearer {key}"} if key else {},

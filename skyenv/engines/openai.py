@@ -60,6 +60,7 @@ class OpenAIEngine:
         flavour: Flavour | Literal["auto"] = "auto",
         timeout: float = 600.0,
         retry_for: float = 60.0,
+        token: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
@@ -69,6 +70,7 @@ class OpenAIEngine:
         self.policy_version, self.adapter = 0, ""
         self.model, self.flavour = model, flavour
         self._url = url.rstrip("/").removesuffix("/v1")
+        self._token = token
         self._timeout, self._retry_for, self._transport = timeout, retry_for, transport
         self._client: httpx.AsyncClient | None = None
         self._open = AsyncExitStack()
@@ -84,6 +86,11 @@ class OpenAIEngine:
         return self
 
     @property
+    def token(self) -> str | None:
+        """What the server is shown: the token that was given, else OPENAI_API_KEY."""
+        return self._token or os.environ.get(API_KEY)
+
+    @property
     def url(self) -> str:
         """Where the server is, without `/v1`."""
         return self._url
@@ -91,7 +98,7 @@ class OpenAIEngine:
     @asynccontextmanager
     async def opened_later(self) -> AsyncIterator[Self]:
         """As `async with` on the engine, but the server need not answer yet; call `known` before `generate`."""
-        key = os.environ.get(API_KEY)
+        key = self.token
         client = httpx.AsyncClient(
             base_url=self._url,
             headers={"authorization": f"Bearer {key}"} if key else {},

@@ -11,6 +11,7 @@ import enum
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal, Self
 
@@ -29,6 +30,7 @@ REQUEST_TIMEOUT = MAX_WAIT + 15.0
 CONNECT_TIMEOUT = 15.0
 FIRST_ATTEMPTS = 5
 PATIENCE = 60.0
+URLS_KEPT = 4096
 _OURS = (b"host", b"content-length", b"transfer-encoding", b"connection")
 _IDEMPOTENT_POSTS = ("/leases",)
 
@@ -134,6 +136,7 @@ class Sender:
         self._transport = transport
         self._patience = patience
         self._base = base.rstrip("/")
+        self._url = lru_cache(URLS_KEPT)(partial(_joined, self._base))  # httpx looks at every character of a URL
         self._headers = {VERSION_HEADER: VERSION, **headers}
         self._answered = False
         self._silent_since: float | None = None
@@ -168,7 +171,7 @@ class Sender:
 
     async def _once(self, method: Method, path: str, body: bytes, headers: Headers, timeout: float) -> httpx.Response:
         request = httpx.Request(
-            method, self._base + path, headers=headers, content=body, extensions={"timeout": {"read": timeout}}
+            method, self._url(path), headers=headers, content=body, extensions={"timeout": {"read": timeout}}
         )
         try:
             response = await self._transport.handle_async_request(request)
@@ -215,6 +218,10 @@ class Sender:
             return state.attempt_number >= FIRST_ATTEMPTS
         silent = anyio.current_time() - self._silent_since if self._silent_since is not None else 0.0
         return max(silent, state.seconds_since_start or 0.0) > self._patience
+
+
+def _joined(base: str, path: str) -> httpx.URL:
+    return httpx.URL(base + path)
 
 
 def _pause(state: tenacity.RetryCallState) -> float:

@@ -85,12 +85,19 @@ class RolloutPipeline:
         RolloutOptions(self.limits, self.sampling, self.rules)
 
     def run(
-        self, tasks: Iterable[Task | str], group_size: int = 8, *, enough: int | None = None, priority: int = 0
+        self,
+        tasks: Iterable[Task | str],
+        group_size: int = 8,
+        *,
+        enough: int | None = None,
+        priority: int = 0,
+        first_group: int = 0,
     ) -> TrajectoryRun:
         """Roll out `group_size` samples of each task; iterate over the result to start it.
 
         Once `enough` siblings have a reward the others of their group are cancelled and come back as such (with a
-        larger `group_size`: over-sampling against stragglers). `priority` orders runs that share `stages`.
+        larger `group_size`: over-sampling against stragglers). `priority` orders runs that share `stages`, then the
+        number of a group does, counted from `first_group`.
         Trajectories come in the order in which they end. `break`, an exception or cancellation in the consumer stops
         the rest and frees its environments; `async with pipeline.run(...) as run` does so before the next statement
         runs. The iteration raises SkyEnvError, after everything that finished was yielded, when too large a share of
@@ -100,7 +107,8 @@ class RolloutPipeline:
             raise ConfigError("group_size: must be at least 1")
         if enough is not None and not 1 <= enough <= group_size:
             raise ConfigError(f"enough: must be from 1 to group_size ({group_size})")
-        return TrajectoryRun(self, Request(tasks, group_size, enough, priority))
+        numbering = Numbering(first_group, tuple(range(group_size)))
+        return TrajectoryRun(self, Request(tasks, group_size, enough, priority, numbering))
 
     def run_part(
         self, task: Task | str, numbering: Numbering, *, enough: int | None = None, priority: int = 0

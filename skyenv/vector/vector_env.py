@@ -1,9 +1,14 @@
 """A Gymnasium vector environment over asynchronous environments: N episodes step at the same time on one loop.
 
 Autoreset modes: NEXT_STEP (Gymnasium's default: the step after an episode's end starts the next one and ignores the
-action) and DISABLED (an ended episode is left alone, with its last observation and flags, until
-`reset(options={"reset_mask": bool array})`). Lock-step suits looking and evaluating; for training, episodes of uneven
-length belong into the pipeline. `close` frees everything; so does the end of the main thread.
+action), SAME_STEP (the step that ends an episode starts the next one too: its observation is the new episode's, and
+infos have `final_obs` and `final_info` of the old one) and DISABLED (an ended episode is left alone, with its last
+observation and flags, until `reset(options={"reset_mask": bool array})`).
+
+Two faces: `reset`, `step` and `close` block; `areset`, `astep` and `aclose` are the same for callers on an event loop,
+asyncio's or trio's, whose cancellation ends what is under way and with it the environments. Lock-step suits looking and
+evaluating; for training, episodes of uneven length belong into the pipeline. `close` frees everything; so does the end
+of the main thread.
 """
 
 from __future__ import annotations
@@ -12,10 +17,12 @@ import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio
 import gymnasium
 import numpy as np
+from anyio import to_thread
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
@@ -25,7 +32,8 @@ from skyenv.portal import Portal
 from skyenv.types import Step, ToolCall
 
 Action = ToolCall | Mapping[str, Any]
-_MODES = {"next_step": AutoresetMode.NEXT_STEP, "disabled": AutoresetMode.DISABLED}
+T = TypeVar("T")
+_MODES = {mode.name.lower(): mode for mode in AutoresetMode}
 
 
 class SkyVectorEnv(VectorEnv[Any, Any, Any]):
@@ -85,6 +93,30 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
         self._run([self._next(i, actions[i], answers[i]) for i in range(self.num_envs)])
         return self._batch([_has_reset(answer) for answer in self._last])
 
+    async def areset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """As `reset`, for callers on an event loop."""
+        return await self._awaited(partial(self.reset, seed=seed, options=options))
+
+    async def astep(self, actions: Sequence[Action]) -> tuple[tuple[str, ...], Any, Any, Any, dict[str, Any]]:
+        """As `step`, for callers on an event loop."""
+        return await self._awaited(partial(self.step, actions))
+
+    async def aclose(self) -> None:
+        """As `close`, for callers on an event loop; not cut short by cancellation."""
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(self.close)
+
+    async def _awaited(self, call: Callable[[], T]) -> T:
+        """One thread waits for all environments; cancellation ends what it waits for."""
+        try:
+            return await to_thread.run_sync(call, abandon_on_cancel=True)
+        except anyio.get_cancelled_exc_class():
+            for actor in self._actors:
+                actor.cancel()
+            raise
+
     def close_extras(self, **kwargs: Any) -> None:
         """Close every environment, then the connection and the thread."""
         try:
@@ -95,7 +127,7 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
             self._portal.close()
 
     def _next(self, i: int, action: Action, last: Step) -> Callable[[], Any] | None:
-        if not (last.terminated or last.truncated):
+        if self._mode is AutoresetMode.SAME_STEP or not (last.terminated or last.truncated):
             return partial(self._step_one, i, action)
         if self._mode is AutoresetMode.NEXT_STEP:
             return partial(self._reset_one, i, None, {})
@@ -112,6 +144,10 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
         if step.terminated or step.truncated:
             reward, verdict = await self._envs[i].aevaluate()
             step = step._replace(reward=reward or 0.0, info={**step.info, "verdict": verdict})
+            if self._mode is AutoresetMode.SAME_STEP:
+                observation, info = await self._envs[i].areset()
+                final = {"final_obs": step.observation, "final_info": step.info}
+                step = step._replace(observation=observation, info={**info, **final})
         self._last[i] = step
 
     def _run(self, calls: Sequence[Callable[[], Any] | None]) -> None:
@@ -135,13 +171,13 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 def _batch_infos(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Nested values stay whole: Gymnasium would take a verdict apart key by key."""
+    """Nested values stay whole, as Gymnasium would take a verdict apart key by key; `final_info` is batched itself."""
     batched: dict[str, Any] = {}
     for key in dict.fromkeys(key for info in infos for key in info):
         column = np.full(len(infos), None, dtype=object)
         for i, info in enumerate(infos):
             column[i] = info.get(key)
-        batched[key] = column
+        batched[key] = _batch_infos([final or {} for final in column]) if key == "final_info" else column
         batched[f"_{key}"] = np.array([key in info for info in infos], dtype=np.bool_)
     return batched
 

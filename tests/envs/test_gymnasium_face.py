@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from envs.repair import FIX, row
 from skyenv.envs.raw_text import NO_CALL, RawText
 from skyenv.errors import ConfigError, ResetNeeded
 from skyenv.types import ToolCall
+from skyenv.vector.vector_env import SkyVectorEnv
 
 ENV = "SkyRL/SWE-v0"
 FINISH = {"name": "finish", "arguments": {}}
@@ -153,6 +155,56 @@ def test_vector(mode: str) -> None:
     assert infos["stop_reason"][2] == "max_turns"
     envs.close()
     envs.close()
+
+
+def test_a_vector_that_starts_the_next_episode_in_the_same_step() -> None:
+    envs = gym.make_vec(ENV, num_envs=2, tasks=[row()], max_turns=3, autoreset_mode=AutoresetMode.SAME_STEP)
+    first, _ = envs.reset(seed=1)
+    observations, rewards, terminated, truncated, infos = envs.step([bash(FIX), bash("pwd")])
+    assert "final_obs" not in infos
+    observations, rewards, terminated, truncated, infos = envs.step([FINISH, bash("pwd")])
+    assert (list(rewards), list(terminated), list(truncated)) == ([1.0, 0.0], [True, False], [False, False])
+    assert observations[0] == first[0]
+    assert (list(infos["_final_obs"]), list(infos["_final_info"])) == ([True, False], [True, False])
+    assert infos["final_obs"][0] == "The task has been marked as finished."
+    assert infos["final_info"]["verdict"][0]["resolved"]
+    assert list(infos["final_info"]["_verdict"]) == [True, False]
+    assert list(infos.get("_verdict", [False, False])) == [False, False]
+    observations, rewards, terminated, truncated, infos = envs.step([FINISH, bash("pwd")])
+    assert (list(rewards), list(terminated), list(truncated)) == ([0.0, 0.0], [True, False], [False, True])
+    assert infos["final_info"]["stop_reason"][1] == "max_turns"
+    assert infos["final_info"]["verdict"][0]["status"] == "empty_patch"
+    envs.close()
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_vector_on_an_event_loop(backend: str) -> None:
+    async def main() -> None:
+        envs = gym.make_vec(ENV, num_envs=2, tasks=[row()], max_turns=3)
+        assert isinstance(envs, SkyVectorEnv)
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await anyio.sleep(0.01)
+                ticks += 1
+
+        async with anyio.create_task_group() as beside:
+            beside.start_soon(tick)
+            observations, _ = await envs.areset(seed=3)
+            assert "issue" in observations[0]
+            before = ticks
+            await envs.astep([bash("sleep 0.5"), bash("pwd")])
+            assert ticks > before  # the loop goes on meanwhile
+            with anyio.move_on_after(1.0) as scope:
+                await envs.astep([bash("sleep 600"), bash("pwd")])
+            assert scope.cancelled_caught
+            beside.cancel_scope.cancel()
+        await envs.aclose()
+        await envs.aclose()
+
+    anyio.run(main, backend=backend)
 
 
 def test_vector_of_samples_and_threads() -> None:

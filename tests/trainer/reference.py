@@ -2,7 +2,7 @@
 
 Nothing here knows TRL, batches, padding or masks of columns: one trajectory after the other, one forward pass each.
 Formulas are those of the papers: GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), CISPO (2506.13585),
-GSPO (2507.18071), SAPO (2511.20347), and truncated importance sampling between sampler and trainer.
+GSPO (2507.18071), SAPO (2511.20347), VESPO, and truncated importance sampling between sampler and trainer.
 """
 
 from __future__ import annotations
@@ -26,17 +26,26 @@ class Knobs:
     epsilon_high: float = 0.2
     scale: str = "none"
     sequence_ratio: bool = False
+    mode: str = "token_truncate"
     truncate_at: float = 3.0
     beta: float = 0.0
+    corrected_kl: bool = True
+    entropy: float = 0.0
+    delta: float | None = None
+    baseline: str = "mean"
     max_length: int = 64
+
+
+def distributions(model: Any, segment: Segment, temperature: float) -> torch.Tensor:
+    """Log-probabilities of all ids at each place where one was sampled."""
+    logits = model(input_ids=torch.tensor([segment.token_ids])).logits[0, :-1] / temperature
+    return torch.log_softmax(logits.float(), -1)[torch.tensor(segment.loss_mask[1:]).bool()]
 
 
 def sampled_logprobs(model: Any, segment: Segment, temperature: float) -> torch.Tensor:
     """Log-probability of each sampled id under the model, in order."""
-    ids = torch.tensor([segment.token_ids])
-    logits = model(input_ids=ids).logits[0, :-1] / temperature
-    chosen = torch.log_softmax(logits.float(), -1).gather(1, ids[0, 1:, None])[:, 0]
-    return chosen[torch.tensor(segment.loss_mask[1:]).bool()]
+    sampled = torch.tensor([i for i, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask])
+    return distributions(model, segment, temperature).gather(1, sampled[:, None])[:, 0]
 
 
 def sampler_logprobs(segment: Segment) -> torch.Tensor:
@@ -45,13 +54,17 @@ def sampler_logprobs(segment: Segment) -> torch.Tensor:
     return torch.tensor([logprob for logprob, mask in pairs if mask])
 
 
-def advantages(rewards: Sequence[float | None], scale: str) -> list[float]:
-    """Reward minus the mean of the siblings that have one, over their standard deviation if asked; 0 for the others."""
-    known = torch.tensor([reward for reward in rewards if reward is not None])
-    if not len(known):
-        return [0.0] * len(rewards)
-    spread = known.std() + 1e-4 if scale == "group" and len(known) > 1 else 1.0
-    return [0.0 if reward is None else float((reward - known.mean()) / spread) for reward in rewards]
+def advantages(groups: Sequence[TrajectoryGroup], scale: str, baseline: str) -> list[list[float]]:
+    """Reward minus the mean of the siblings that have one, over a standard deviation if asked; 0 for the others."""
+    every = torch.tensor([reward for group in groups for reward in group.rewards_G if reward is not None])
+    found = []
+    for group in groups:
+        known = torch.tensor([reward for reward in group.rewards_G if reward is not None])
+        spread = {"group": known.std() + 1e-4, "batch": every.std() + 1e-4, "none": torch.tensor(1.0)}[scale]
+        further = len(known) / (len(known) - 1) if baseline == "leave_one_out" else 1.0  # own reward is in the mean
+        means = [0.0 if reward is None else float((reward - known.mean()) * further) for reward in group.rewards_G]
+        found.append([mean / float(spread) for mean in means])
+    return found
 
 
 def token_losses(
@@ -65,10 +78,24 @@ def token_losses(
     elif knobs.loss_type == "sapo":
         heat = 1.0 if advantage > 0 else 1.05
         loss = -torch.sigmoid(heat * (ratio - 1)) * 4 / heat * advantage
+    elif knobs.loss_type == "vespo":  # weighs by the whole sequence, the sampler's mismatch included
+        mismatch = (old - sampler).exp().clamp(max=knobs.truncate_at).log()
+        weight = (log_ratio.sum() + mismatch.sum()).exp()
+        k, heat = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
+        return -(weight**k * (heat - heat * weight).exp()).detach() * advantage * now
     else:
         clipped = ratio.clamp(1 - knobs.epsilon_low, 1 + knobs.epsilon_high)
-        loss = -torch.minimum(ratio * advantage, clipped * advantage)
-    return loss * (old - sampler).exp().clamp(max=knobs.truncate_at)
+        bounded = ratio if knobs.delta is None else ratio.clamp(max=knobs.delta)
+        loss = -torch.minimum(bounded * advantage, clipped * advantage)
+    return loss * correction(knobs, old - sampler)
+
+
+def correction(knobs: Knobs, mismatch: torch.Tensor) -> torch.Tensor:
+    """The weight of each token, or of the sequence, for what the sampler's probabilities differ from the trainer's."""
+    ratio = (mismatch.sum() if knobs.mode.startswith("sequence") else mismatch).exp()
+    if knobs.mode.endswith("truncate"):
+        return ratio.clamp(max=knobs.truncate_at)
+    return ratio * (ratio <= knobs.truncate_at)
 
 
 def divergence(now: torch.Tensor, reference: torch.Tensor, ratio: torch.Tensor) -> torch.Tensor:
@@ -82,9 +109,9 @@ def loss_of(
 ) -> torch.Tensor:
     """The loss of a whole batch. `old` maps `id(trajectory)` to the logprobs when the batch was made."""
     rows: list[torch.Tensor] = []
+    spread: list[torch.Tensor] = []
     count = 0
-    for group in groups:
-        shares = advantages(group.rewards_G, knobs.scale)
+    for group, shares in zip(groups, advantages(groups, knobs.scale, knobs.baseline), strict=True):
         for trajectory, advantage in zip(group.trajectories, shares, strict=True):
             count += 1
             if trajectory.reward is None:
@@ -96,9 +123,14 @@ def loss_of(
             if reference is not None:
                 with torch.no_grad():
                     there = sampled_logprobs(reference, segment, knobs.temperature)
-                row = row + knobs.beta * divergence(now, there, (now - before).exp())
+                weight = (now - before).exp() if knobs.corrected_kl else torch.ones(())
+                row = row + knobs.beta * divergence(now, there, weight)
             rows.append(row)
-    return reduce(knobs, rows, count)
+            if knobs.entropy:
+                logprobs = distributions(model, segment, knobs.temperature)
+                spread.append(-(logprobs.exp() * logprobs).sum(-1))
+    loss = reduce(knobs, rows, count)
+    return loss - knobs.entropy * torch.cat(spread).mean() if spread else loss
 
 
 def reduce(knobs: Knobs, rows: Sequence[torch.Tensor], count: int) -> torch.Tensor:

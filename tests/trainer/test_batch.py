@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sky_trainer.batch import columns, summary
+from sky_trainer.batch import summary
+from skyenv.adapters.trl import columns
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.samples import RowRules, rows_from
 from skyenv.types import Failure, Segment, StopReason, Trajectory, TrajectoryGroup

@@ -172,7 +172,7 @@ def test_learning_works_through_the_trainer(player: Player, make_trainer: MakeTr
             trajectory.reward = sum(i < 150 for i in sampled) / len(sampled)
 
     player.edit = share_of_low_ids
-    trainer = make_trainer(player, {"steps": 16}, learning_rate=3e-2, scale_rewards="group")
+    trainer = make_trainer(player, {"steps": 28}, learning_rate=3e-2, scale_rewards="group")
     trainer.train()
     rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
@@ -239,6 +239,35 @@ def test_save_and_resume_goes_on(player: Player, make_trainer: MakeTrainer, engi
     assert resumed.state.global_step == 4
     assert [t.turns[0].policy_version for b in player.batches for t in b[0].trajectories[:1]] == [2, 3]
     assert last_checkpoint(tmp_path / "run").name == "checkpoint-4"
+
+
+def test_resumed_training_equals_uninterrupted_training(
+    player: Player, make_trainer: MakeTrainer, model: Any, engine: Any, tmp_path: Path
+) -> None:
+    """Bit for bit: weights, optimizer, schedule and the order of tasks, given the same rollouts at the same step."""
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    played: dict[str, Any] = {}
+    asked: list[str] = []
+
+    def collect(tasks: Any, size: int) -> Any:
+        names = " ".join(task.task_id for task in tasks)
+        asked.append(names)
+        if names not in played:
+            played[names] = player(tasks, size)
+        return played[names]
+
+    options = {"learning_rate": 1e-2, "lr_scheduler_type": "linear"}
+    make_trainer(collect, {"steps": 4, "save_every": 2, "micro_batch": 2}, **options).train()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    order = list(asked)
+    model.load_state_dict(start)
+    engine.policy_version = 0
+    resumed = make_trainer(collect, {"steps": 4, "save_every": 2, "micro_batch": 2}, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert asked[4:] == order[2:]
+    assert any(not torch.equal(whole[name], start[name]) for name in start)
+    for name, value in resumed.model.state_dict().items():
+        assert torch.equal(value, whole[name]), name
 
 
 @pytest.mark.parametrize(

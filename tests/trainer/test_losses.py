@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from .reference import Knobs, loss_of, sampled_logprobs
 from .test_grpo import score
 
 REWARDS = [[1.0, 0.0, None, 0.25], [1.0, 0.5, 0.5, 0.0]]
-LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo")
+LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 
 
-def uneven(player: Player) -> None:
+WIDE = {"vllm_importance_sampling_clip_max": 1000.0}
+
+
+def uneven(player: Player, offsets: Sequence[float] = (0.0, 0.3, 2.0)) -> None:
     """Rewards of all kinds, a failure among them, answers of different lengths, and a sampler that is a little off."""
     player.reward = lambda group, sample: REWARDS[group][sample]
     chosen = random.Random(1)
@@ -30,7 +34,7 @@ def uneven(player: Player) -> None:
             for trajectory in group.trajectories:
                 for segment in trajectory.segments:
                     for place, mask in enumerate(segment.loss_mask):
-                        segment.logprobs[place] -= mask * chosen.choice([0.0, 0.3, 2.0])
+                        segment.logprobs[place] -= mask * chosen.choice(offsets)
 
     player.edit = off
 
@@ -81,7 +85,7 @@ def assert_same(found: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_loss_and_gradient(loss_type: str, player: Player, make_trainer: MakeTrainer) -> None:
-    uneven(player)
+    uneven(player, (0.0, 0.05) if loss_type == "vespo" else (0.0, 0.3, 2.0))  # it drops sequences that are far off
     bound = 1.02 if loss_type == "cispo" else 0.2
     trainer = make_trainer(player, loss_type=loss_type, epsilon_high=bound)
     assert_same(both(player, trainer, Knobs(loss_type, epsilon_high=bound)))
@@ -99,12 +103,24 @@ def test_a_bound_that_would_throttle_every_cispo_update_is_refused(player: Playe
         ({"scale_rewards": "group"}, Knobs(scale="group")),
         ({"importance_sampling_level": "sequence", "loss_type": "grpo"}, Knobs("grpo", sequence_ratio=True)),
         ({"vllm_importance_sampling_clip_max": 1.5}, Knobs(truncate_at=1.5)),
+        ({"vllm_importance_sampling_mode": "token_mask"}, Knobs(mode="token_mask")),
+        ({"vllm_importance_sampling_mode": "sequence_truncate"}, Knobs(mode="sequence_truncate")),
+        ({"vllm_importance_sampling_mode": "sequence_mask", **WIDE}, Knobs(mode="sequence_mask", truncate_at=1000.0)),
+        ({"scale_rewards": "batch"}, Knobs(scale="batch")),
+        ({"entropy_coef": 0.3}, Knobs(entropy=0.3)),
+        ({"delta": 1.5, "epsilon": 0.6}, Knobs(delta=1.5, epsilon_low=0.6, epsilon_high=0.6)),
     ],
-    ids=["clip_higher", "scaled", "sequence_ratio", "truncation"],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
 def test_knobs(options: dict[str, Any], knobs: Knobs, player: Player, make_trainer: MakeTrainer) -> None:
     uneven(player)
     assert_same(both(player, make_trainer(player, **options), knobs))
+
+
+def test_leave_one_out(player: Player, make_trainer: MakeTrainer) -> None:
+    uneven(player)
+    trainer = make_trainer(player, {"advantage": {"baseline": "leave_one_out"}})
+    assert_same(both(player, trainer, Knobs(baseline="leave_one_out")))
 
 
 def test_temperature(player: Player, make_trainer: MakeTrainer) -> None:
@@ -124,6 +140,8 @@ def test_kl_to_the_reference_model(
     reference = copy.deepcopy(model)
     trainer = make_trainer(player, beta=0.1)
     assert_same(both(player, trainer, Knobs(beta=0.1), reference))
+    plain = make_trainer(player, beta=0.1, use_bias_correction_kl=False, loss_type="grpo")
+    assert_same(both(player, plain, Knobs("grpo", beta=0.1, corrected_kl=False), reference))
     player.reward = lambda group, sample: 1.0
     nothing, with_kl = make_trainer(player, beta=0.0), make_trainer(player, beta=0.1)
     gradients = []

@@ -18,10 +18,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from sky_trainer import tiny
 from sky_trainer.cli import main
+from sky_trainer.config import from_mapping
+from sky_trainer.display import Display
 from sky_trainer.drawing import busy_between, most_at_once
 from sky_trainer.metering import Metering
 from sky_trainer.readings import one_line, stage_table
+from sky_trainer.run import train
 from sky_trainer.sections.metrics import MetricsConfig
 from skyenv.engines.scripted import ScriptedEngine
 from skyenv.errors import ConfigError, SandboxLost
@@ -182,3 +186,32 @@ def test_the_area_below_the_curve_is_the_time_that_requests_took(spans: Any, par
     shares = busy_between(spans, edges)
     assert sum(shares) * 15 / parts == pytest.approx(sum(end - start for start, end in spans), abs=1e-6)
     assert max(shares) <= most_at_once(spans) + 1e-6
+
+
+def test_a_training_step_records_what_its_rollouts_cost(tmp_path: Path) -> None:
+    tokenizer = tiny.make_tokenizer(["fix the function in this file so that its tests pass"] * 3, 300)
+    tiny.make_model(tokenizer, hidden=32, layers=1, seed=0).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rollout = {"describe_tools": "names", "group_size": 2, "groups_per_step": 2, "max_turns": 1}
+    values = {
+        "out": str(tmp_path / "run"),
+        "steps": 2,
+        "micro_batch": 4,
+        "cpu_threads": 1,
+        "model": {"path": str(tmp_path / "model")},
+        "tasks": {"level": 1, "limit": 2},
+        "rollout": {**rollout, "max_tokens_per_turn": 4, "max_context": 8192},
+        "metrics": {"engine_slots": 4},
+        "grpo": {"use_cpu": True},
+    }
+    screen = io.StringIO()
+    train(from_mapping(values), Display(Console(file=screen, width=200), "test", 2))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["trajectories/done"] for row in rows] == [4, 4]
+    assert all(0 < row["engine/idle"] < 1 and row["stage/eval/service_p50"] > 0 for row in rows)
+    assert rows[0]["engine/sampled_tokens_per_second"] > 0
+    assert len(read_timeline(tmp_path / "run/timeline.jsonl")) == 8
+    assert "idle" in screen.getvalue()
+    board = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    board.Reload()
+    assert [event.value for event in board.Scalars("trajectories/done")] == [4, 4]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,7 +59,16 @@ def test_a_list_and_one_turn_by_turn(run_file: Path, capsys: pytest.CaptureFixtu
     assert "SandboxLost" in listed
     assert main(["show", str(run_file), "--trajectory", "t"]) == 0
     shown = capsys.readouterr().out
-    for text in ("Fix it.", "turn 1", "policy 7", "execute_bash", '"ls [bold]"', "t.py::a: failed", "3 sampled"):
+    for text in (
+        "Fix it.",
+        "turn 1",
+        "policy 7",
+        "execute_bash",
+        '"ls [bold]"',
+        "t.py::a: failed",
+        "3 sampled",
+        "engine 1.50, tools 0.50",
+    ):
         assert text in shown
     assert "\x1b[31m" not in shown
     assert "\\x1b[31m" in shown
@@ -114,6 +126,29 @@ def test_turns_hold_every_sampled_id_once(parts: list[tuple[list[int], list[int]
     sampled = [token for token, mask in zip(segment.token_ids, segment.loss_mask, strict=True) if mask]
     kept = [token for turn in turns for token, mask in zip(turn.token_ids, turn.loss_mask, strict=True) if mask]
     assert kept == sampled
+
+
+def test_a_killed_rollout_goes_on_and_repeats_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "t.jsonl"
+    words = ["rollout", "--policy", "gold", "--level", "1", "--limit", "3", "--k", "4", "--out", str(out)]
+    command = [sys.executable, "-m", "sky_trainer.cli", *words, "--concurrency", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "/12 " in line and int(line.split("/")[0]) >= 4:
+                process.kill()
+        assert process.wait() == -signal.SIGKILL
+    before = out.read_bytes()
+    finished = len(list(read_trajectories(out)))
+    assert 3 <= finished < 12  # a line is printed before it is written
+    assert main([*words, "--json"]) == 0
+    told = capsys.readouterr().out
+    assert f"{finished:4}/12 samples are in {out} already" in told
+    assert json.loads(told.splitlines()[-1])["trajectories"] == 12
+    after = out.read_bytes()
+    assert after.startswith(before)
+    names = [(t.task_id, t.sample_index) for t in read_trajectories(out)]
+    assert len(names) == len(set(names)) == 12
 
 
 @pytest.mark.parametrize("ending", ["rows.parquet", "rows.jsonl", "rows"])

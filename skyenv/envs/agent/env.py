@@ -58,10 +58,13 @@ class AgentEnv(SWEEnv):
         self._ended: dict[str, Any] = {}
 
     async def begin(self, task: SweTask, resources: AsyncExitStack) -> Sandbox:
-        """As `SWEEnv.begin`, with the agent installed."""
+        """As `SWEEnv.begin`."""
         self._ended = {}
-        environment = replace(task.environment, agent_packages=self._packages)
-        return await super().begin(replace(task, environment=environment), resources)
+        return await super().begin(task, resources)
+
+    def for_agent(self, task: SweTask) -> SweTask:
+        """With the agent's packages installed."""
+        return replace(task, environment=replace(task.environment, agent_packages=self._packages))
 
     async def grade(self, task: SweTask, sandbox: Sandbox | None) -> tuple[float | None, dict[str, Any]]:
         """As `SWEEnv.grade`; the verdict says how the agent ended."""

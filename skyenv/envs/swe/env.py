@@ -74,7 +74,11 @@ class SWEEnv(ToolEnv[SweTask]):
         if beginning is not None and (task.whole_machine or self._opened is not None):
             beginning.decline()  # there is nothing to save, or siblings cannot reach what is opened here
             beginning = None
-        return await resources.enter_async_context(agent_sandbox(environments, task, beginning))
+        return await resources.enter_async_context(agent_sandbox(environments, self.for_agent(task), beginning))
+
+    def for_agent(self, task: SweTask) -> SweTask:
+        """The task as the agent's sandbox is made for it; grading knows the task as it is."""
+        return task
 
     def begin_with(self, beginning: Beginning) -> None:
         """Start the next episode from a sibling's sandbox, or let siblings start from this one's."""
@@ -92,7 +96,8 @@ class SWEEnv(ToolEnv[SweTask]):
         """Prepare what episodes of these tasks need, where the provider outlives this environment."""
         environments = await self._connect()
         if self._opened is None:
-            await environments.prefetch([self._choose({"task": task}) for task in tasks], count)
+            chosen = [self.for_agent(self._choose({"task": task})) for task in tasks]
+            await environments.prefetch(chosen, count)
 
     async def _drop_ready(self) -> None:
         ready, self._ready = self._ready, None
