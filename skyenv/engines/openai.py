@@ -193,7 +193,7 @@ class OpenAIEngine:
             finally:
                 self._asking.discard(scope)
                 self._answered.set()
-        if body is None:  # taken back
+        if scope.cancelled_caught:  # taken back
             return Completion("", finish_reason="abort", policy_version=version)
         completion = dialect.answer(body)
         return replace(completion, policy_version=completion.policy_version or version)
