@@ -20,8 +20,10 @@ from sky_trainer.advantages import AdvantageConfig
 from sky_trainer.files import write_text
 from sky_trainer.filters import FilterConfig
 from sky_trainer.sections.engine import EngineConfig, check_engine
+from sky_trainer.sections.launch import LaunchConfig, check_launch
 from sky_trainer.sections.lora import LoraConfig, check_lora
 from sky_trainer.sections.metrics import MetricsConfig
+from sky_trainer.sections.ray import RayConfig, check_ray
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, plain, read_yaml, with_overrides
 from skyenv import formats
@@ -186,6 +188,8 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -226,7 +230,9 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     if config.stages and "steps" not in data:
         config = dataclasses.replace(config, steps=sum(stage.steps for stage in config.stages))
     _check_rollout(config.rollout)
-    check_engine(config.engine)
+    check_engine(config.engine, launched=config.launch.servers > 0)
+    check_launch(config.launch, config.engine)
+    check_ray(config.ray, remote_engine=config.engine.remote, stages=len(config.stages))
     if training:
         _check_curriculum(config)
         _check_staleness(config)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anyio.from_thread import start_blocking_portal
 
@@ -31,7 +31,6 @@ from sky_trainer.files import PARTIAL, partial_of, publish, remove
 from sky_trainer.following import check_ranks, follow
 from sky_trainer.in_loop import InLoop
 from sky_trainer.metering import Metering
-from sky_trainer.opening import opened_engine
 from sky_trainer.record import (
     RunRecord,
     consumed_tasks,
@@ -41,6 +40,7 @@ from sky_trainer.record import (
     stored_trajectories,
 )
 from sky_trainer.rollouts import PlannedRollouts, opened
+from sky_trainer.sampling import Place, opened_sampling
 from sky_trainer.sections.lora import with_adapters
 from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
@@ -56,9 +56,13 @@ from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import OnEvent, PipelineEvent
 
+if TYPE_CHECKING:
+    from sky_trainer.cluster import Cluster
+
 CONFIG, FINAL = "config.yaml", "final"
 MAY_CHANGE = (
-    *("steps", "save_every", "resume", "staleness", "cpu_threads", "evaluation.", "engine.", "sandbox.", "metrics."),
+    *("steps", "save_every", "resume", "staleness", "cpu_threads"),
+    *("evaluation.", "engine.", "launch.", "ray.", "sandbox.", "metrics."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
     *("rollout.grade_ahead", "rollout.longest_first"),
 )
@@ -77,8 +81,11 @@ class Outcome:
     seconds: float
 
 
-def train(config: Config, display: Display) -> Outcome:
-    """Run or resume a training run. Raises ConfigError for what the user can change, SkyEnvError otherwise."""
+def train(config: Config, display: Display, cluster: Cluster | None = None) -> Outcome:
+    """Run or resume a training run, with servers and workers on `cluster` if there is one.
+
+    Raises ConfigError for what the user can change, SkyEnvError otherwise.
+    """
     from sky_trainer import grpo
 
     started = time.monotonic()
@@ -107,13 +114,19 @@ def train(config: Config, display: Display) -> Outcome:
         args.distributed_state.wait_for_everyone()
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
-        engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
+        sampling = stack.enter_context(opened_sampling(config, Place(portal, display, cluster), model, renderer))
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
         metering = Metering(config.run_dir, config.metrics)
         stack.enter_context(opened(portal, metering.opened()))
         making = Making(
-            config, engine, renderer, provider, Stages(make_widths(config.rollout)), metering.meter, show(display)
+            config,
+            sampling.engine,
+            renderer,
+            provider,
+            Stages(make_widths(config.rollout)),
+            metering.meter,
+            show(display),
         )
 
         def on_trajectory(batch: int, trajectory: Trajectory) -> None:
@@ -125,14 +138,14 @@ def train(config: Config, display: Display) -> Outcome:
         stored = {(step - 1) // serves: t for step, t in stored_trajectories(config.run_dir, first_step).items()}
         ahead = Ahead(
             plan,
-            [making.training(stage) for stage in plan.stages],
+            [sampling.workers or making.training(stage) for stage in plan.stages],
             config.rollout.group_size,
             staleness=config.staleness,
             stored=stored,
             on_trajectory=on_trajectory,
         )
         stack.enter_context(opened(portal, ahead.opened()))
-        rollouts = PlannedRollouts(portal, ahead, lambda: weights.version, metering, first_step // serves)
+        rollouts = PlannedRollouts(portal, ahead, lambda: sampling.weights.version, metering, first_step // serves)
         evaluation = None
         if config.evaluation.every:
             evaluation = InLoop(config.evaluation, evaluated, making.evaluation(evaluated), portal, record)
@@ -143,7 +156,7 @@ def train(config: Config, display: Display) -> Outcome:
             tasks=plan.tasks,
             order=plan.order(),
             collect=watch.collect,
-            weights=weights,
+            weights=sampling.weights,
             processing_class=tokenizer,
             rows=config.rollout.rows,
             advantage=config.advantage,
