@@ -64,7 +64,7 @@ class Ahead:
         self._batches: dict[int, Played] = {}
         self._running = self._extra = 0
         self._busy, self._since = 0.0, 0.0
-        self._prefetching = anyio.CancelScope()
+        self._prefetching: anyio.CancelScope | None = None
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[Self]:
@@ -85,7 +85,8 @@ class Ahead:
         for near in range(number, min(number + self.staleness + 1, self.plan.length)):
             if near not in self._batches:
                 self._batches[near] = Played()
-                self._prefetching.cancel()
+                if self._prefetching is not None:
+                    self._prefetching.cancel()
                 self._tasks.start_soon(self._play, self.plan.batch(near), self._batches[near])
         played = self._batches[number]
         await played.ended.wait()
