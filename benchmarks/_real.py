@@ -12,6 +12,7 @@ import math
 import os
 import random
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -170,7 +171,10 @@ def counted() -> Iterator[Callable[[], float]]:
     versions = ((Path("/sys/fs/cgroup/cpuacct"), "cpuacct.usage"), (Path("/sys/fs/cgroup"), "cpu.stat"))
     parent, file = next((parent, file) for parent, file in versions if (parent / "cgroup.procs").exists())
     group = parent / f"skyenv-benchmark-{os.getpid()}"
-    group.mkdir()
+    try:
+        group.mkdir()
+    except OSError as error:
+        sys.exit(f"processor time is counted by a control group of its own, which needs root: {error}")
     try:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 

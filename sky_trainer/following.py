@@ -30,9 +30,16 @@ if TYPE_CHECKING:
 
 
 def check_ranks(config: Config, args: Any) -> None:
-    """ConfigError where the weights are sharded over the ranks and yet one of them is to sample from them."""
+    """ConfigError where weights cannot be sharded, or are while one rank is to sample from them."""
     launched = any(os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true" for kind in ("FSDP", "DEEPSPEED"))
-    if (args.fsdp or args.deepspeed or launched) and not config.engine.remote:
+    if not (args.fsdp or args.deepspeed or launched):
+        return
+    if args.device.type == "cpu":
+        raise ConfigError(
+            "weights are to be sharded over the processes (FSDP or DeepSpeed), which accelerate does on GPUs only and"
+            " ignores on CPUs; launch without it, each process then holds all weights"
+        )
+    if not config.engine.remote:
         raise ConfigError(
             "engine.kind is embedded, but the weights are sharded over the processes (FSDP or DeepSpeed), and no"
             " process holds them whole; set engine.kind to vllm or sglang"

@@ -16,13 +16,15 @@ from sky_trainer.models import load_model, load_tokenizer
 from sky_trainer.opening import opened_servers
 from sky_trainer.rollouts import call, opened
 from sky_trainer.sections.engine import EngineConfig
-from sky_trainer.sync.delivery import BroadcastDelivery, Delivery, DiskDelivery, LoraDelivery
+from sky_trainer.sync.delivery import BroadcastDelivery, Delivery, DiskDelivery, LoraDelivery, Server
 from sky_trainer.sync.files import VersionedFiles
+from sky_trainer.sync.groups import Group, TorchGroup
 from sky_trainer.sync.probe import TEXT, Probe, own_logprobs
 from sky_trainer.sync.servers import ServerWeights, UpdateRules
 from sky_trainer.weights import WeightsNotVisible
+from skyenv.engines.control import Rendezvous
 from skyenv.engines.pool import EnginePool
-from skyenv.engines.starting import started
+from skyenv.engines.starting import free_port, started
 from skyenv.types import Completion, SamplingParams
 from tests.conftest import RealServer
 from tests.engines.models import save_model
@@ -130,12 +132,17 @@ def test_a_broadcast_reaches_sglang(portal: BlockingPortal, sglang: RealServer) 
 
 @pytest.fixture(scope="module")
 def tied_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """A vLLM of a model whose output head is its embeddings, which takes adapters."""
+    """A vLLM of a model whose output head is its embeddings, which takes adapters and broadcasts."""
     folder = tmp_path_factory.mktemp("tied")
     model = save_model(folder / "model", seed=0, tied=True)
-    options = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+    options = (
+        *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2"),
+        *("--weight-transfer-config", '{"backend": "gloo"}'),
+        *("--worker-extension-cls", "tests.engines.gloo_transfer.Extension"),
+    )
+    env = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "PYTHONPATH": str(Path(__file__).parents[2])}
     with ExitStack() as stack:
-        wanted = spec("vllm", model, *options, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True")
+        wanted = spec("vllm", model, *options, **env)
         server = stack.enter_context(started(wanted, folder / "log"))
         yield RealServer("vllm", server.url, model)
 
@@ -191,3 +198,26 @@ def test_adapters_round_after_round(portal: BlockingPortal, tied_vllm: RealServe
         weights,
     ):
         rounds(portal, pool, weights, model, 4)
+
+
+class ToVllm(BroadcastDelivery):
+    """The broadcast to vLLM with Gloo in NCCL's place."""
+
+    async def _join(self, server: Server) -> tuple[Group, str]:
+        size = 1 + await server.control.workers()
+        port = free_port()
+        group = TorchGroup("gloo", "127.0.0.1", port, size, "transfer", 120.0)
+        where = Rendezvous("127.0.0.1", port, size)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.control.join, where)
+            await anyio.to_thread.run_sync(group.join)
+        return group, "transfer"
+
+
+def test_vllm_takes_a_broadcast_by_its_own_protocol(portal: BlockingPortal, tied_vllm: RealServer) -> None:
+    model = load_model(str(tied_vllm.model))
+    with syncing(portal, tied_vllm, model, lambda m: ToVllm(m, "gloo", "127.0.0.1", 120.0), UpdateRules()) as (
+        pool,
+        weights,
+    ):
+        rounds(portal, pool, weights, model, 3)

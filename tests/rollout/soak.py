@@ -302,7 +302,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="skyenv-soak.") as folder:
 
         async def play() -> dict[str, Any]:
-            return await soak(Path(folder), options.seed, seconds=60 * options.minutes, latency=0.5)
+            return await soak(Path(folder), options.seed, seconds=60 * options.minutes, calm=8, latency=0.5)
 
         try:
             result = {"held": True, **anyio.run(play)}

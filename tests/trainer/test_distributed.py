@@ -12,7 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+
+from sky_trainer.config import from_mapping
+from sky_trainer.following import check_ranks
+from sky_trainer.grpo import grpo_config
+from skyenv.errors import ConfigError
 
 SCRIPT = """
 import json, os, sys
@@ -179,3 +185,17 @@ def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:
     for case, expected in one.items():
         assert expected.abs().max() > 1e-3, case
         assert torch.allclose(expected, two[case], rtol=1e-3, atol=1e-6), case
+
+
+def test_sharding_is_refused_where_it_would_be_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_mapping({"out": str(tmp_path / "run"), "grpo": {"use_cpu": True}})
+    check_ranks(config, grpo_config(config))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match="ignores on CPUs"):
+        check_ranks(config, grpo_config(config))
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="micro_batch is 8, which on 3 processes does not divide the 32 rows"):
+        grpo_config(from_mapping({"grpo": {"use_cpu": True}}))
