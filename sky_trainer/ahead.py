@@ -21,9 +21,10 @@ from anyio.abc import TaskGroup
 from sky_trainer.curriculum import Batch, Plan
 from skyenv.errors import SkyEnvError
 from skyenv.types import Trajectory
+from skyenv.vector.pipeline import RolloutPipeline
 
 if TYPE_CHECKING:
-    from skyenv.vector.pipeline import RolloutPipeline
+    from skyenv.vector.sharded import ShardedPipeline
 
 OnTrajectory = Callable[[int, Trajectory], None]
 """Called with a batch's number and a trajectory of it that ended, one at a time, in a thread where it may block."""
@@ -48,7 +49,7 @@ class Ahead:
     def __init__(
         self,
         plan: Plan,
-        pipelines: Sequence[RolloutPipeline],
+        pipelines: Sequence[RolloutPipeline | ShardedPipeline],
         group_size: int,
         *,
         staleness: int = 0,
@@ -100,9 +101,11 @@ class Ahead:
         return played
 
     async def _prefetch(self, batch: Batch, until_it_starts: anyio.CancelScope) -> None:
-        """While the trainer steps and nothing runs: images, files and sandboxes of the next batch."""
-        with until_it_starts:
-            await self._pipelines[batch.stage.number].prefetch(batch.tasks, self.group_size)
+        """While the trainer steps and nothing runs: images, files and sandboxes of the next batch. Not in workers."""
+        pipeline = self._pipelines[batch.stage.number]
+        if isinstance(pipeline, RolloutPipeline):
+            with until_it_starts:
+                await pipeline.prefetch(batch.tasks, self.group_size)
 
     async def more(self, number: int, tasks: Sequence[Any], group_size: int) -> list[Trajectory]:
         """Groups beside the plan, played now with the settings of batch `number`."""

@@ -20,7 +20,7 @@ from skyenv.renderer import Renderer, Tokenizer
 from skyenv.rollout import TurnRules
 from skyenv.stuck import stuck_rule
 from skyenv.types import Limits, SamplingParams, StopReason
-from skyenv.vector.pipeline import RolloutPipeline, StageWidths
+from skyenv.vector.pipeline import Durations, RolloutPipeline, StageWidths
 
 
 def choose_tasks(config: TasksConfig) -> list[SweTask]:
@@ -103,6 +103,7 @@ def make_pipeline(
         sampling=SamplingParams(temperature=rollout.temperature, max_tokens=rollout.max_tokens_per_turn),
         rules=make_rules(rollout),
         widths=make_widths(rollout),
+        longest_first=Durations() if rollout.longest_first else None,
         stop_policy={StopReason(reason): action for reason, action in rollout.stop_policy.items()},
         **options,
     )
@@ -115,6 +116,7 @@ def make_widths(rollout: RolloutConfig) -> StageWidths:
         run=rollout.concurrency,
         eval=rollout.eval_concurrency,
         live=rollout.concurrency,
+        ahead=rollout.grade_ahead,
     )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sky_trainer.versions import Installed
 
 NEEDED_DISK = 2 << 30
 PACKAGES = ("skyenv", "gymnasium", "torch", "transformers", "trl", "accelerate", "datasets")
@@ -33,9 +36,18 @@ class Check:
         return {**asdict(self), "advice": list(self.advice)}
 
 
-def run_checks() -> list[Check]:
-    """Every check, the cheap ones first."""
-    return [system(), *packages(), sandboxes(), programs(), disk(), gpu(), docker()]
+def installed_here() -> Installed | None:
+    """What is installed on this machine; None where even the package that reads versions is missing."""
+    if importlib.util.find_spec("packaging") is None:
+        return None
+    from sky_trainer.versions import read_installed
+
+    return read_installed()
+
+
+def run_checks(installed: Callable[[], Installed | None] = installed_here) -> list[Check]:
+    """Every check, the cheap ones first. `installed` reads what is installed."""
+    return [system(), *packages(installed()), sandboxes(), programs(), disk(), gpu(), docker()]
 
 
 def system() -> Check:
@@ -46,18 +58,20 @@ def system() -> Check:
     return Check("system", linux, detail, advice, required=True)
 
 
-def packages() -> list[Check]:
-    """Installed versions; the trainer needs all of them."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    missing = [name for name in PACKAGES if name not in found]
-    detail = ", ".join(f"{name} {version}" for name, version in found.items())
+def packages(installed: Installed | None) -> list[Check]:
+    """Installed versions, and whether they fit each other, CUDA and the driver. None: not even that can be read."""
+    if installed is None:
+        return [Check("packages", False, "the trainer's packages are missing", (f"install them: {EXTRA_HINT}",), True)]
+    missing = [name for name in PACKAGES if name not in installed.versions]
+    detail = ", ".join(f"{name} {installed.versions[name]}" for name in PACKAGES if name in installed.versions)
     advice = (f"install {', '.join(missing)}: {EXTRA_HINT}",) if missing else ()
-    return [Check("packages", not missing, detail, advice, required=True)]
+    found = [Check("packages", not missing, detail, advice, required=True)]
+    from sky_trainer.versions import mismatches
+
+    wrong = mismatches(installed)
+    fits = "packages, CUDA and driver fit each other" if not wrong else f"{len(wrong)} do not fit"
+    lines = tuple(f"{what}: {fix}" for what, fix in wrong)
+    return [*found, Check("versions", not wrong, fits, lines, required=True)]
 
 
 def sandboxes() -> Check:

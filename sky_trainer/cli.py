@@ -11,7 +11,19 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from sky_trainer.commands import demo, doctor, evaluate, rollout, select, serve_engine, sft, show, timeline, train
+from sky_trainer.commands import (
+    demo,
+    doctor,
+    evaluate,
+    launch,
+    rollout,
+    select,
+    serve_engine,
+    sft,
+    show,
+    timeline,
+    train,
+)
 from sky_trainer.commands.output import print_error
 from skyenv.errors import ConfigError, SkyEnvError
 
@@ -23,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|torch)\.")
     arguments, rest = build_parser().parse_known_args(argv)
     try:
-        if rest and arguments.run not in (train.run, sft.run, evaluate.run, rollout.run):
+        if rest and arguments.run not in (train.run, launch.run, sft.run, evaluate.run, rollout.run):
             raise ConfigError(f"unknown argument {rest[0]!r}; see sky_trainer {arguments.command} --help")
         arguments.overrides = rest
         status: int = arguments.run(arguments)
@@ -48,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="sky_trainer", description="Train tool-using language models with GRPO in real sandboxes."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for module in (demo, sft, train, evaluate, rollout, select, show, timeline, serve_engine, doctor):
+    for module in (demo, sft, train, launch, evaluate, rollout, select, show, timeline, serve_engine, doctor):
         module.add(commands)
     return parser
 

@@ -20,8 +20,10 @@ from sky_trainer.advantages import AdvantageConfig
 from sky_trainer.files import write_text
 from sky_trainer.filters import FilterConfig
 from sky_trainer.sections.engine import EngineConfig, check_engine
+from sky_trainer.sections.launch import LaunchConfig, check_launch
 from sky_trainer.sections.lora import LoraConfig, check_lora
 from sky_trainer.sections.metrics import MetricsConfig
+from sky_trainer.sections.ray import RayConfig, check_ray
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.settings import build, check_least, plain, read_yaml, with_overrides
 from skyenv import formats
@@ -115,7 +117,8 @@ class SandboxConfig:
 class RolloutConfig:
     """How trajectories are made. Seconds and tokens; one optimizer step trains on groups_per_step x group_size.
 
-    `concurrency` bounds live sandboxes, `init_concurrency` and `eval_concurrency` their set-ups and gradings at a time.
+    `concurrency` bounds live sandboxes, `init_concurrency` and `eval_concurrency` their set-ups and gradings at a time;
+    `grade_ahead` more are opened for grading while agents still work; `longest_first` orders each batch by history.
     `format` and `condenser` are names or `package.module:Name` of one's own. `describe_tools` names: the prompt only
     names the tools. `history`, `template_options` are those of `skyenv.renderer.Renderer`; the condenser, its
     thresholds, reminders and the cut of observations those of `skyenv.rollout.TurnRules`, 0 for none; `stuck` is a
@@ -146,6 +149,8 @@ class RolloutConfig:
     concurrency: int = 32
     init_concurrency: int = 8
     eval_concurrency: int = 8
+    grade_ahead: int = 0
+    longest_first: bool = False
     rows: Mode = "trajectory"
     stop_policy: Mapping[str, Any] = field(default_factory=dict)
 
@@ -183,6 +188,8 @@ class Config:
     env: EnvConfig = field(default_factory=EnvConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -223,7 +230,9 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     if config.stages and "steps" not in data:
         config = dataclasses.replace(config, steps=sum(stage.steps for stage in config.stages))
     _check_rollout(config.rollout)
-    check_engine(config.engine)
+    check_engine(config.engine, launched=config.launch.servers > 0)
+    check_launch(config.launch, config.engine)
+    check_ray(config.ray, remote_engine=config.engine.remote, stages=len(config.stages))
     if training:
         _check_curriculum(config)
         _check_staleness(config)
@@ -268,7 +277,7 @@ def _check_rollout(rollout: RolloutConfig) -> None:
     positive = ("max_turns", "max_tokens_per_turn", "wall_clock", "concurrency", "init_concurrency", "eval_concurrency")
     or_zero = ("observation_tokens", "remind_turns", "remind_tokens", "remind_seconds", "condense_tokens")
     check_least({f"rollout.{name}": (values[name], 1) for name in positive})
-    check_least({f"rollout.{name}": (values[name], 0) for name in (*or_zero, "condense_turns")})
+    check_least({f"rollout.{name}": (values[name], 0) for name in (*or_zero, "condense_turns", "grade_ahead")})
     if rollout.max_context <= rollout.max_tokens_per_turn:
         raise ConfigError(
             f"rollout.max_context is {rollout.max_context}; it must be above rollout.max_tokens_per_turn, which is"

@@ -19,6 +19,7 @@ from sky_trainer.config import Config, EvaluationConfig
 from sky_trainer.in_loop import BEST, is_due
 from sky_trainer.opening import opened_engine
 from sky_trainer.record import last_checkpoint
+from sky_trainer.sampling import shared_urls
 from sky_trainer.sections.lora import with_adapters
 from sky_trainer.starting import settled_policy
 from sky_trainer.weights import WeightSync
@@ -83,7 +84,7 @@ def _weights(config: Config, portal: Any, model: Any, tokenizer: Any) -> Iterato
     if not config.engine.remote:
         yield _Elsewhere()
         return
-    with opened_engine(config, portal, model, make_renderer(tokenizer, config.rollout)) as (_, weights):
+    with opened_engine(shared_urls(config), portal, model, make_renderer(tokenizer, config.rollout)) as (_, weights):
         yield weights
 
 

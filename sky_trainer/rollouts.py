@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from sky_trainer.curriculum import Plan
     from sky_trainer.metering import Metering
     from skyenv.vector.pipeline import RolloutPipeline
+    from skyenv.vector.sharded import ShardedPipeline
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ class Rollouts:
     def __init__(
         self,
         portal: BlockingPortal,
-        pipeline: RolloutPipeline,
+        pipeline: RolloutPipeline | ShardedPipeline,
         on_trajectory: Callable[[Trajectory], None] | None = None,
     ) -> None:
         self._portal = portal

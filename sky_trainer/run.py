@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anyio.from_thread import start_blocking_portal
 
@@ -31,7 +31,6 @@ from sky_trainer.files import PARTIAL, partial_of, publish, remove
 from sky_trainer.following import check_ranks, follow
 from sky_trainer.in_loop import InLoop
 from sky_trainer.metering import Metering
-from sky_trainer.opening import opened_engine
 from sky_trainer.record import (
     RunRecord,
     consumed_tasks,
@@ -41,6 +40,7 @@ from sky_trainer.record import (
     stored_trajectories,
 )
 from sky_trainer.rollouts import PlannedRollouts, opened
+from sky_trainer.sampling import Place, opened_sampling
 from sky_trainer.sections.lora import with_adapters
 from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
@@ -56,10 +56,15 @@ from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import OnEvent, PipelineEvent
 
+if TYPE_CHECKING:
+    from sky_trainer.cluster import Cluster
+
 CONFIG, FINAL = "config.yaml", "final"
 MAY_CHANGE = (
-    *("steps", "save_every", "resume", "staleness", "cpu_threads", "evaluation.", "engine.", "sandbox.", "metrics."),
+    *("steps", "save_every", "resume", "staleness", "cpu_threads"),
+    *("evaluation.", "engine.", "launch.", "ray.", "sandbox.", "metrics."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
+    *("rollout.grade_ahead", "rollout.longest_first"),
 )
 """What a resumed run may be given anew: how it runs, not what it trains."""
 NOT_EXPORTED = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin")
@@ -76,8 +81,11 @@ class Outcome:
     seconds: float
 
 
-def train(config: Config, display: Display) -> Outcome:
-    """Run or resume a training run. Raises ConfigError for what the user can change, SkyEnvError otherwise."""
+def train(config: Config, display: Display, cluster: Cluster | None = None) -> Outcome:
+    """Run or resume a training run, with servers and workers on `cluster` if there is one.
+
+    Raises ConfigError for what the user can change, SkyEnvError otherwise.
+    """
     from sky_trainer import grpo
 
     started = time.monotonic()
@@ -98,16 +106,26 @@ def train(config: Config, display: Display) -> Outcome:
     if checkpoint is not None and first_step >= config.steps:
         finish(config.run_dir, checkpoint)
         return outcome(config, started)
-    take_steps(config, display, args, plan, evaluated, checkpoint)
+    take_steps(config, display, Prepared(args, plan, evaluated, checkpoint, cluster))
     return outcome(config, started)
 
 
-def take_steps(
-    config: Config, display: Display, args: Any, plan: Plan, evaluated: Sequence[SweTask], checkpoint: Path | None
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is settled before anything is opened: TRL's arguments, what is played and evaluated, where to go on."""
+
+    args: Any
+    plan: Plan
+    evaluated: Sequence[SweTask]
+    checkpoint: Path | None
+    cluster: Cluster | None
+
+
+def take_steps(config: Config, display: Display, prepared: Prepared) -> None:
     """Open everything, train from the checkpoint to the end, export the policy."""
     from sky_trainer import grpo
 
+    args, plan, evaluated, checkpoint = prepared.args, prepared.plan, prepared.evaluated, prepared.checkpoint
     serves, first_step = plan.serves, step_of(checkpoint)
     with ExitStack() as stack:
         stack.enter_context(display)
@@ -117,19 +135,27 @@ def take_steps(
         args.distributed_state.wait_for_everyone()
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
-        engine, weights = stack.enter_context(opened_engine(config, portal, model, renderer))
+        sampling = stack.enter_context(
+            opened_sampling(config, Place(portal, display, prepared.cluster), model, renderer)
+        )
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
         metering = Metering(config.run_dir, config.metrics)
         stack.enter_context(opened(portal, metering.opened()))
         making = Making(
-            config, engine, renderer, provider, Stages(make_widths(config.rollout)), metering.meter, show(display)
+            config,
+            sampling.engine,
+            renderer,
+            provider,
+            Stages(make_widths(config.rollout)),
+            metering.meter,
+            show(display),
         )
 
-        pipelines = [making.training(stage) for stage in plan.stages]
-        ahead = playing(config, plan, pipelines, record, display, first_step)
+        pipelines = [sampling.workers or making.training(stage) for stage in plan.stages]
+        ahead = playing(config, plan, pipelines, renderer, record, display)
         stack.enter_context(opened(portal, ahead.opened()))
-        rollouts = PlannedRollouts(portal, ahead, lambda: weights.version, metering, first_step // serves)
+        rollouts = PlannedRollouts(portal, ahead, lambda: sampling.weights.version, metering, first_step // serves)
         evaluation = None
         if config.evaluation.every:
             evaluation = InLoop(config.evaluation, evaluated, making.evaluation(evaluated), portal, record)
@@ -140,7 +166,7 @@ def take_steps(
             tasks=plan.tasks,
             order=plan.order(),
             collect=watch.collect,
-            weights=weights,
+            weights=sampling.weights,
             processing_class=tokenizer,
             rows=config.rollout.rows,
             advantage=config.advantage,
@@ -156,13 +182,14 @@ def take_steps(
 def playing(
     config: Config,
     plan: Plan,
-    pipelines: Sequence[RolloutPipeline],
+    pipelines: Sequence[Any],
+    renderer: Renderer,
     record: RunRecord,
     display: Display,
-    first_step: int,
 ) -> Ahead:
-    """What plays the plan from a step on, with what a killed run had finished, and writes each trajectory down."""
-    renderer, serves = pipelines[0].renderer, plan.serves
+    """What plays the plan, with what a killed run had finished, and writes each trajectory down."""
+    serves = plan.serves
+    stored = stored_trajectories(config.run_dir, record.first_step)
 
     def on_trajectory(batch: int, trajectory: Trajectory) -> None:
         if trajectory.exact and trajectory.failure is None:
@@ -175,7 +202,7 @@ def playing(
         pipelines,
         config.rollout.group_size,
         staleness=config.staleness,
-        stored={(step - 1) // serves: found for step, found in stored_trajectories(config.run_dir, first_step).items()},
+        stored={(step - 1) // serves: found for step, found in stored.items()},
         on_trajectory=on_trajectory,
     )
 

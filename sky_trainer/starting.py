@@ -61,16 +61,17 @@ def starting_policy(config: Config, tasks: list[SweTask], sandboxes: Sandboxes, 
         (warm / DONE).touch()
     elif config.model.path == "tiny" and not config.warm_start.steps:
         raise ConfigError("model.path: a tiny model knows nothing and needs warm_start.steps above 0")
-    display.stage(f"loading {_source(config)}")
+    display.stage(f"loading {policy_source(config)}")
     return settled_policy(config)
 
 
 def settled_policy(config: Config) -> tuple[Any, Any]:
     """The same, once it is there: for the processes that did not make it."""
-    return load_model(_source(config), config.model.dtype), load_tokenizer(_source(config))
+    return load_model(policy_source(config), config.model.dtype), load_tokenizer(policy_source(config))
 
 
-def _source(config: Config) -> str:
+def policy_source(config: Config) -> str:
+    """Directory or hub name of the policy that GRPO starts from, once `starting_policy` has returned."""
     return str(config.run_dir / WARM) if config.warm_start.steps else config.model.path
 
 

@@ -10,6 +10,7 @@ from sky_trainer import config as configuration
 from sky_trainer.commands.interrupts import deferred_interrupt
 from sky_trainer.commands.output import make_console, print_json, print_line
 from sky_trainer.config import Config
+from skyenv.errors import ConfigError
 
 if TYPE_CHECKING:
     from sky_trainer.run import Outcome
@@ -33,14 +34,47 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="see recipes/ for examples")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument("--dry-run", action="store_true", help="build and check everything, stop before the first step")
+    parser.add_argument(
+        "--assume-gpu",
+        metavar="N|TYPE|NxTYPE",
+        help="with --dry-run: as if these GPUs were here, and with published shapes for a model out of reach",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, then say what came of it."""
     config = configuration.load(arguments.config, arguments.overrides)
+    if arguments.dry_run:
+        return check(config, arguments.assume_gpu, arguments.json)
+    if arguments.assume_gpu:
+        raise ConfigError("--assume-gpu goes with --dry-run; training takes the GPUs that are there")
     report(train(config, "training"), config, arguments.json)
     return 0
+
+
+def check(config: Config, assume: str | None, as_json: bool) -> int:
+    """The dry run: a line a check; status 1 when something would keep the run from starting."""
+    with deferred_interrupt():
+        import sky_trainer.grpo  # noqa: F401
+        from sky_trainer import gpus
+        from sky_trainer.dry_run import Finding, dry_run
+
+    def show(finding: Finding) -> None:
+        mark = {True: "ok  ", False: "FAIL", None: "-   "}[finding.ok]
+        print_line(f"{mark} {finding.name:10} {finding.found}")
+
+    there = gpus.assumed(assume) if assume else gpus.probed()
+    if assume:
+        print_line(f"assumed, not probed: {there.describe()}")
+    findings = dry_run(config, there, show)
+    bad = [finding.name for finding in findings if not finding.ok]
+    print_line("ready to train" if not bad else f"not ready: {', '.join(bad)}")
+    if as_json:
+        checks = [{"name": f.name, "ok": f.ok, "found": f.found} for f in findings]
+        print_json({"ok": not bad, "assumed": assume, "checks": checks})
+    return 1 if bad else 0
 
 
 def train(config: Config, title: str) -> Outcome:

@@ -44,17 +44,18 @@ class EngineConfig:
         return self.kind != "embedded"
 
 
-def check_engine(engine: EngineConfig) -> None:
-    """Raise ConfigError naming the field and the fix."""
+def check_engine(engine: EngineConfig, *, launched: bool = False) -> None:
+    """Raise ConfigError naming the field and the fix. `launched`: the run starts its servers, which have no URL yet."""
     check_least(
         {"engine.sync_timeout": (engine.sync_timeout, 1), "engine.request_timeout": (engine.request_timeout, 1)}
     )
     if not engine.remote:
         _check_embedded(engine)
         return
-    if not engine.urls:
+    if not engine.urls and not launched:
         raise ConfigError(
-            f"engine.urls is empty; name at least one {engine.kind} server, such as http://127.0.0.1:8000"
+            f"engine.urls is empty; name at least one {engine.kind} server, such as http://127.0.0.1:8000,"
+            " or let the run start them with launch.servers"
         )
     for url in engine.urls:
         if not url.startswith(("http://", "https://")):

@@ -50,7 +50,14 @@ class Cancel:
     number: int
 
 
-Order = Portion | Cancel
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """An order to a shard: the engine samples from this policy version."""
+
+    version: int
+
+
+Order = Portion | Cancel | Announce
 
 
 @dataclass(eq=False, slots=True)
@@ -89,7 +96,9 @@ class Job:
         self.again: deque[Group] = deque()
         self.over = False
         self._sender: MemoryObjectSendStream[Trajectory] | None = None
-        self._fresh: Iterator[tuple[int, Task | str]] | None = enumerate(request.tasks)
+        self._fresh: Iterator[tuple[int, Task | str]] | None = enumerate(
+            request.tasks, 0 if request.numbering is None else request.numbering.group_id
+        )
 
     def next_group(self) -> Group | None:
         """The next one to hand out: one that was lost before a fresh one; None when there is none left."""

@@ -97,6 +97,10 @@ class RayLink:
         """Cancel a portion."""
         await _answer(self._handle.cancel.remote(number))
 
+    async def announce(self, version: int) -> None:
+        """Say which policy version the engine samples from."""
+        await _answer(self._handle.announce.remote(version))
+
     async def take(self, seconds: float) -> Sequence[Word]:
         """What the shard has to say."""
         words = await _answer(self._handle.take.remote(seconds))
@@ -127,6 +131,10 @@ class RayShard:
     async def cancel(self, number: int) -> None:
         """See `Shard.cancel`."""
         await self._shard.cancel(number)
+
+    async def announce(self, version: int) -> None:
+        """See `Shard.announce`."""
+        await self._shard.announce(version)
 
     async def take(self, seconds: float) -> list[bytes]:
         """See `Shard.take`."""

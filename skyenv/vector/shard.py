@@ -22,7 +22,7 @@ from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import Progress
 from skyenv.vector.stopping import FailureThreshold
-from skyenv.vector.wire import Beat, End, Portion, Result, Word
+from skyenv.vector.wire import Beat, End, Portion, Result, Versioned, Word
 from skyenv.vector.work import Numbering
 
 OpenPipeline = Callable[[], AbstractAsyncContextManager[RolloutPipeline]]
@@ -38,6 +38,7 @@ class Shard:
         self._open_pipeline = open_pipeline
         self._stages: Stages | None = None
         self._meter = Meter()
+        self._engine: object = None
         self._opened = anyio.Event()
         self._background = Background(self._serve, "shard")
         self._orders, self._todo = anyio.create_memory_object_stream[Portion](math.inf)
@@ -64,6 +65,11 @@ class Shard:
         if number in self._scopes:
             self._scopes[number].cancel()
 
+    async def announce(self, version: int) -> None:
+        """The engine stamps this policy version from now on, if it is one that is told."""
+        if isinstance(self._engine, Versioned):
+            self._engine.policy_version = version
+
     async def take(self, seconds: float) -> list[Word]:
         """What there is to say, at the latest after `seconds`; a `Beat` stands last."""
         if not self._words:
@@ -85,6 +91,7 @@ class Shard:
                 context = self._open_pipeline()
             async with context as pipeline:
                 stages = pipeline.stages or Stages(pipeline.widths)
+                self._engine = pipeline.engine
                 self._meter = pipeline.meter or self._meter
                 # Too many failures are counted over all shards, where the portions are handed out.
                 pipeline = dataclasses.replace(pipeline, stages=stages, meter=self._meter, failures=NEVER)

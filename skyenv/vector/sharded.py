@@ -21,11 +21,11 @@ from skyenv.core import Task
 from skyenv.errors import ConfigError, ShardLost, SkyEnvError, boundary
 from skyenv.types import Trajectory
 from skyenv.vector.background import Background
-from skyenv.vector.dispatch import Dispatcher, Job, Seat
+from skyenv.vector.dispatch import Announce, Cancel, Dispatcher, Job, Seat
 from skyenv.vector.progress import OnEvent, Progress
 from skyenv.vector.stopping import FailureThreshold
 from skyenv.vector.wire import Portion, Word
-from skyenv.vector.work import Request
+from skyenv.vector.work import Numbering, Request
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,10 @@ class ShardLink(Protocol):
 
     async def cancel(self, number: int) -> None:
         """See `Shard.cancel`."""
+        ...
+
+    async def announce(self, version: int) -> None:
+        """See `Shard.announce`."""
         ...
 
     async def take(self, seconds: float) -> Sequence[Word]:
@@ -98,6 +102,7 @@ class ShardedPipeline:
         self._ready = anyio.Event()
         self._fatal: SkyEnvError | None = None
         self._left = self._rules.shards
+        self._version: int | None = None
 
     async def __aenter__(self) -> Self:
         if self._background is not None:
@@ -123,19 +128,32 @@ class ShardedPipeline:
             await self._background.stop()
 
     def run(
-        self, tasks: Iterable[Task | str], group_size: int = 8, *, enough: int | None = None, priority: int = 0
+        self,
+        tasks: Iterable[Task | str],
+        group_size: int = 8,
+        *,
+        enough: int | None = None,
+        priority: int = 0,
+        first_group: int = 0,
     ) -> ShardedRun:
         """As `skyenv.vector.pipeline.RolloutPipeline.run`, over the shards."""
         if group_size < 1:
             raise ConfigError("group_size: must be at least 1")
         if enough is not None and not 1 <= enough <= group_size:
             raise ConfigError(f"enough: must be from 1 to group_size ({group_size})")
-        return ShardedRun(self, Job(Request(tasks, group_size, enough, priority), self._on_event))
+        numbering = Numbering(first_group, tuple(range(group_size)))
+        return ShardedRun(self, Job(Request(tasks, group_size, enough, priority, numbering), self._on_event))
 
     @property
     def shards(self) -> tuple[str, ...]:
         """Names of the shards that are up."""
         return tuple(seat.name for seat in self._dispatcher.seats)
+
+    async def announce(self, version: int) -> None:
+        """The engines sample from this policy version: every shard is told, also those that come up later."""
+        self._version = version
+        for seat in self._dispatcher.seats:
+            seat.tell(Announce(version))
 
     async def _main(self) -> None:
         async with anyio.create_task_group() as group:
@@ -175,6 +193,8 @@ class ShardedPipeline:
         async with self._start(index) as link:
             try:
                 seat.live = await self._open(link)
+                if self._version is not None:
+                    seat.tell(Announce(self._version))
                 self._dispatcher.join(seat)
                 self._ready.set()
                 with boundary(SkyEnvError, seat.name):
@@ -197,10 +217,13 @@ class ShardedPipeline:
             while seat.orders:
                 order = seat.orders.popleft()
                 with anyio.move_on_after(self._rules.silence) as wait:
-                    if isinstance(order, Portion):
-                        await link.submit(order)
-                    else:
-                        await link.cancel(order.number)
+                    match order:
+                        case Portion():
+                            await link.submit(order)
+                        case Announce(version):
+                            await link.announce(version)
+                        case Cancel(number):
+                            await link.cancel(number)
                 if wait.cancelled_caught:
                     raise ShardLost(f"it took no order for {self._rules.silence:g} s")
             seat.ordered = anyio.Event()

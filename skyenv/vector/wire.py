@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from skyenv.errors import ConfigError, boundary
 from skyenv.trajectory_io import trajectory_from_json, trajectory_to_json
@@ -90,6 +90,13 @@ class Beat:
 
 
 Word = Result | End | Beat
+
+
+@runtime_checkable
+class Versioned(Protocol):
+    """An engine that stamps completions with a version that it is told."""
+
+    policy_version: int
 
 
 def write_words(words: Sequence[Word]) -> list[bytes]:

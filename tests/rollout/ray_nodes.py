@@ -29,11 +29,12 @@ LOOPBACK = "127.0.0.1"
 STORE_BYTES = 80 << 20
 START_SECONDS = 150.0
 HEAD = ("--head", "--port=0", "--include-dashboard=false")
-NOTICE_SOONER = {
+SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "5000",
     "RAY_health_check_failure_threshold": "5",
+    "RAY_memory_monitor_refresh_ms": "0",  # what else the machine does is no reason to kill workers
 }
 
 
@@ -49,7 +50,7 @@ class RayNode:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(Path(sys.executable).parent / "ray"), "start", *arguments, *common],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **NOTICE_SOONER},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **SETTINGS},
             )  # fmt: skip
 
     def wait_for(self, pattern: str) -> str:

@@ -50,6 +50,9 @@ class Link:
     async def cancel(self, number: int) -> None:
         await self._asked(self.shard.cancel, number)
 
+    async def announce(self, version: int) -> None:
+        await self._asked(self.shard.announce, version)
+
     async def take(self, seconds: float) -> Sequence[Word]:
         return await self._asked(self.shard.take, seconds)
 
@@ -321,7 +324,8 @@ def test_leaving_a_run_frees_everything_on_every_shard(way: str) -> None:
                             await run.aclose()
             assert fleet.live == 0
             assert all(link.shard._scopes == {} for link in fleet.links.values())
-            assert places([t async for t in pipeline.run(tasks(2), 2)]) == wanted(2, 2)
+            again = [t async for t in pipeline.run(tasks(2), 2, first_group=5)]
+            assert sorted((t.group_id, t.sample_index) for t in again) == [(5, 0), (5, 1), (6, 0), (6, 1)]
         assert fleet.live == 0
 
     virtual(main)
@@ -371,6 +375,24 @@ def test_enough_siblings_count_over_shards() -> None:
     assert places(found) == wanted(1, 4)
     assert sum(t.reward is not None for t in found) == 2
     assert sum(t.stop_reason is StopReason.CANCELLED for t in found) == 2
+
+
+def test_every_shard_stamps_the_announced_version_also_one_that_comes_later() -> None:
+    fleet = Fleet()
+
+    async def main() -> None:
+        async with fleet.pipeline() as pipeline:
+            await pipeline.announce(7)
+            await anyio.sleep(0.1)
+            found = [t async for t in pipeline.run(tasks(4), 2)]
+            assert {turn.policy_version for t in found for turn in t.turns} == {7}
+            fleet.links[0].dead.set()
+            await anyio.sleep(10.0)
+            assert fleet.started[0] == 2
+            found = [t async for t in pipeline.run(tasks(6), 2)]
+            assert {turn.policy_version for t in found for turn in t.turns} == {7}
+
+    virtual(main)
 
 
 def test_an_urgent_run_overtakes() -> None:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sky_trainer.assembly import make_format, make_renderer, make_rules, with_scripts
+from sky_trainer.assembly import make_format, make_pipeline, make_renderer, make_rules, with_scripts
 from sky_trainer.commands.demo import recipe
 from sky_trainer.config import Config, RolloutConfig, from_mapping, load, to_mapping, write
 from sky_trainer.grpo import grpo_config
 from sky_trainer.settings import every_key, with_overrides
+from skyenv.core import SandboxProvider
+from skyenv.engines.scripted import ScriptedEngine
+from skyenv.envs.swe.loading import load_tasks
 from skyenv.errors import ConfigError
 from skyenv.history import MaskObservations
-from skyenv.rollout import TurnRules
+from skyenv.rollout import TurnRules, byte_renderer
 from skyenv.types import Message
+from skyenv.vector.lanes import StageWidths
 
 
 @pytest.mark.parametrize(
@@ -201,6 +205,18 @@ def test_the_chat_template_gets_its_options(tokenizer: Any) -> None:
 def test_scripts_are_never_asked_for_a_summary() -> None:
     rollout = RolloutConfig(condenser="summarise", condense_tokens=100, observation_tokens=10)
     assert make_rules(with_scripts(rollout)) == TurnRules()
+
+
+def test_slots_and_order_reach_the_pipeline() -> None:
+    data = {"concurrency": 6, "init_concurrency": 2, "eval_concurrency": 3, "grade_ahead": 2, "longest_first": True}
+    config = from_mapping({"rollout": data})
+    parts = (ScriptedEngine(byte_renderer(), []), byte_renderer(), cast(SandboxProvider, None), load_tasks("builtin"))
+    pipeline = make_pipeline(*parts, config.env, config.rollout)
+    assert pipeline.widths == StageWidths(init=2, run=6, eval=3, live=6, ahead=2)
+    assert pipeline.longest_first is not None
+    assert make_pipeline(*parts, config.env, RolloutConfig()).longest_first is None
+    with pytest.raises(ConfigError, match=r"rollout\.grade_ahead is -1"):
+        from_mapping({"rollout": {"grade_ahead": -1}})
 
 
 def test_an_evaluation_may_be_greedy_and_forget() -> None:
