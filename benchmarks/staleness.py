@@ -9,6 +9,7 @@ seeds, with minimum and maximum in the JSON.
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -129,7 +130,9 @@ def main() -> None:
             f"{allowed:>9}{m['hours']:>8.2f}{m['shorter']:>9.1%}{m['waiting']:>9.1%}{m['hidden']:>8.1%}"
             f"{m['idle']:>7.1%}{m['stale_mean']:>7.2f}{m['stale_max']:>6.0f}"
         )
-    report(found, options.json)
+    report({name: row["shorter"] for name, row in found.items()}, False)
+    if options.json:
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ class Batch:
 
 
 class Plan:
-    """The batches of a run, `groups` groups each; `length` of them."""
+    """The batches of a run, `groups` groups each; `length` of them, each of which serves `serves` optimizer steps."""
 
-    def __init__(self, stages: Sequence[Stage], groups: int, seed: int, length: int) -> None:
-        self.stages, self.groups, self.length = tuple(stages), groups, length
+    def __init__(self, stages: Sequence[Stage], groups: int, seed: int, length: int, serves: int = 1) -> None:
+        self.stages, self.groups, self.length, self.serves = tuple(stages), groups, length, serves
         self.seed = seed
         self._batches: dict[int, Batch] = {batch.number: batch for batch in self._all()}
         self.tasks = one_of_each(task for stage in stages for task in stage.tasks)
@@ -107,4 +107,4 @@ def make_plan(config: Config, groups: int, steps_per_batch: int) -> Plan:
         batches = -(-stage.steps // steps_per_batch)
         rollout = limited(config.rollout, stage.limits)
         stages.append(Stage(place, batches, tuple(tasks), rollout, stage.tasks.shuffle))
-    return Plan(stages, groups, config.seed, -(-config.steps // steps_per_batch))
+    return Plan(stages, groups, config.seed, -(-config.steps // steps_per_batch), steps_per_batch)

@@ -214,6 +214,8 @@ def _sandbox(config: Config, built: _Built) -> str:
 def _engine(config: Config, gpus: Gpus, built: _Built) -> str:
     if not config.engine.remote:
         return f"embedded, weights {config.engine.sync}"
+    if not config.engine.urls:
+        return f"{config.engine.kind}, started by the run itself and not asked for a token here"
     if built.renderer is None:
         raise _Needs("template")
     with start_blocking_portal() as portal:

@@ -35,7 +35,7 @@ class RunRecord:
         from torch.utils.tensorboard import SummaryWriter
 
         run_dir.mkdir(parents=True, exist_ok=True)
-        self.run_dir = run_dir
+        self.run_dir, self.first_step = run_dir, first_step
         self._on_step = on_step
         self._started = time.monotonic()
         for name in (METRICS, TASKS, ROLLOUTS, EVALUATIONS):

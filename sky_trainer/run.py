@@ -92,7 +92,7 @@ def train(config: Config, display: Display, cluster: Cluster | None = None) -> O
     prepare_libraries(config)
     args = grpo.grpo_config(config)
     check_ranks(config, args)
-    plan, serves = planned(config, *grpo.batch_shape(args))
+    plan = planned(config, *grpo.batch_shape(args))
     if args.process_index:
         follow(config, args, plan, config.run_dir / FINAL)
         return outcome(config, started)
@@ -100,12 +100,33 @@ def train(config: Config, display: Display, cluster: Cluster | None = None) -> O
     require_records(evaluated, config.evaluation.tasks.source)
     prepare_directory(config)
     checkpoint = last_checkpoint(config.run_dir) if config.resume else None
-    first_step = int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
-    check_consumed(config.run_dir, plan, first_step, serves)
+    first_step = step_of(checkpoint)
+    check_consumed(config.run_dir, plan, first_step)
     args.distributed_state.wait_for_everyone()
     if checkpoint is not None and first_step >= config.steps:
         finish(config.run_dir, checkpoint)
         return outcome(config, started)
+    take_steps(config, display, Prepared(args, plan, evaluated, checkpoint, cluster))
+    return outcome(config, started)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is settled before anything is opened: TRL's arguments, what is played and evaluated, where to go on."""
+
+    args: Any
+    plan: Plan
+    evaluated: Sequence[SweTask]
+    checkpoint: Path | None
+    cluster: Cluster | None
+
+
+def take_steps(config: Config, display: Display, prepared: Prepared) -> None:
+    """Open everything, train from the checkpoint to the end, export the policy."""
+    from sky_trainer import grpo
+
+    args, plan, evaluated, checkpoint = prepared.args, prepared.plan, prepared.evaluated, prepared.checkpoint
+    serves, first_step = plan.serves, step_of(checkpoint)
     with ExitStack() as stack:
         stack.enter_context(display)
         portal = stack.enter_context(start_blocking_portal())
@@ -114,7 +135,9 @@ def train(config: Config, display: Display, cluster: Cluster | None = None) -> O
         args.distributed_state.wait_for_everyone()
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)
-        sampling = stack.enter_context(opened_sampling(config, Place(portal, display, cluster), model, renderer))
+        sampling = stack.enter_context(
+            opened_sampling(config, Place(portal, display, prepared.cluster), model, renderer)
+        )
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
         metering = Metering(config.run_dir, config.metrics)
@@ -129,21 +152,8 @@ def train(config: Config, display: Display, cluster: Cluster | None = None) -> O
             show(display),
         )
 
-        def on_trajectory(batch: int, trajectory: Trajectory) -> None:
-            if trajectory.exact and trajectory.failure is None:
-                trajectory.counters["drift"] = renderer.drift(trajectory)
-            record.trajectory(trajectory, batch * serves + 1)
-            display.trajectory(trajectory)
-
-        stored = {(step - 1) // serves: t for step, t in stored_trajectories(config.run_dir, first_step).items()}
-        ahead = Ahead(
-            plan,
-            [sampling.workers or making.training(stage) for stage in plan.stages],
-            config.rollout.group_size,
-            staleness=config.staleness,
-            stored=stored,
-            on_trajectory=on_trajectory,
-        )
+        pipelines = [sampling.workers or making.training(stage) for stage in plan.stages]
+        ahead = playing(config, plan, pipelines, renderer, record, display)
         stack.enter_context(opened(portal, ahead.opened()))
         rollouts = PlannedRollouts(portal, ahead, lambda: sampling.weights.version, metering, first_step // serves)
         evaluation = None
@@ -167,16 +177,43 @@ def train(config: Config, display: Display, cluster: Cluster | None = None) -> O
         display.stage(f"GRPO: {config.steps - first_step} steps of {config.rows_per_step} rollouts")
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         trainer.export(config.run_dir / FINAL)
-    return outcome(config, started)
 
 
-def planned(config: Config, groups: int, serves: int) -> tuple[Plan, int]:
+def playing(
+    config: Config,
+    plan: Plan,
+    pipelines: Sequence[Any],
+    renderer: Renderer,
+    record: RunRecord,
+    display: Display,
+) -> Ahead:
+    """What plays the plan, with what a killed run had finished, and writes each trajectory down."""
+    serves = plan.serves
+    stored = stored_trajectories(config.run_dir, record.first_step)
+
+    def on_trajectory(batch: int, trajectory: Trajectory) -> None:
+        if trajectory.exact and trajectory.failure is None:
+            trajectory.counters["drift"] = renderer.drift(trajectory)
+        record.trajectory(trajectory, batch * serves + 1)
+        display.trajectory(trajectory)
+
+    return Ahead(
+        plan,
+        pipelines,
+        config.rollout.group_size,
+        staleness=config.staleness,
+        stored={(step - 1) // serves: found for step, found in stored.items()},
+        on_trajectory=on_trajectory,
+    )
+
+
+def planned(config: Config, groups: int, serves: int) -> Plan:
     """What is played, in batches of `groups` that serve so many steps. ConfigError where checkpoints split one."""
     if config.save_every % serves:
         raise ConfigError(
             f"save_every is {config.save_every}; a batch of rollouts serves {serves} steps, write a multiple of it"
         )
-    return make_plan(config, groups, serves), serves
+    return make_plan(config, groups, serves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +247,15 @@ class Making:
         return self.pipeline(tasks, rollout)
 
 
-def check_consumed(run_dir: Path, plan: Plan, first_step: int, serves: int) -> None:
+def step_of(checkpoint: Path | None) -> int:
+    """The step that a checkpoint was written after; 0 for none."""
+    return int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0
+
+
+def check_consumed(run_dir: Path, plan: Plan, first_step: int) -> None:
     """ConfigError unless what was trained on up to `first_step` is what the plan says."""
     for row in consumed_tasks(run_dir):
-        number = (row["step"] - 1) // serves
+        number = (row["step"] - 1) // plan.serves
         if row["step"] > first_step or number >= plan.length:
             continue
         planned = [task.task_id for task in plan.batch(number).tasks]

@@ -232,7 +232,14 @@ class _Episode:
         text, ids = self.context.append(completion)
         parsed = self._parse(text, completion)
         turn = Turn(
-            text, tuple(parsed.calls), "", completion.finish_reason, completion.policy_version, generated - started, 0.0
+            text,
+            tuple(parsed.calls),
+            "",
+            completion.finish_reason,
+            completion.policy_version,
+            generated - started,
+            step_seconds=0.0,
+            versions=completion.versions,
         )
         self.trajectory.turns.append(turn)
         answer = self._with_reminder(self._clipped(await self._answer(parsed, completion, deadline)), ids)

@@ -180,12 +180,14 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
         "generate_seconds": turn.generate_seconds,
         "step_seconds": turn.step_seconds,
         "reward": turn.reward,
+        "versions": [list(span) for span in turn.versions],
     }
 
 
 def _turn_from_json(record: Mapping[str, Any]) -> Turn:
     calls = tuple(ToolCall(call["name"], call["arguments"]) for call in record["calls"])
-    return Turn(**{**record, "calls": calls})
+    versions = tuple((count, version) for count, version in record.get("versions", ()))
+    return Turn(**{**record, "calls": calls, "versions": versions})
 
 
 def _write(descriptor: int, data: bytes) -> None:

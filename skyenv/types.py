@@ -279,6 +279,7 @@ class Turn:
     """One generation and what it led to: readable record beside the exact ids in the segments.
 
     `reward` is the sum of what the environment's steps gave; the reward of its evaluation is the trajectory's.
+    `policy_version` and `versions` are the completion's: which weights sampled it, and which of its ids.
     """
 
     text: str
@@ -290,6 +291,7 @@ class Turn:
     step_seconds: float
     error: str | None = None
     reward: float = 0.0
+    versions: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,10 @@ class ControlledServer:
             if not done:
                 self.release()
 
+    async def take_back(self) -> None:
+        """Requests that the server has not answered are sent again once it resumes."""
+        await self._engine.take_back()
+
     def release(self) -> None:
         """The engine sends its requests again."""
         self._engine.release()

@@ -75,6 +75,8 @@ class OpenAIEngine:
         self._client: httpx.AsyncClient | None = None
         self._open = AsyncExitStack()
         self._released: anyio.Event | None = None
+        self._asking: set[anyio.CancelScope] = set()
+        self._answered = anyio.Event()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
@@ -135,6 +137,19 @@ class OpenAIEngine:
         if released is not None:
             released.set()
 
+    async def take_back(self, patience: float = 1.0) -> None:
+        """Give requests under way `patience` seconds to be answered, then hang up on the rest; they are sent again.
+
+        A request that reached a server just as that was paused waits there, and new weights would sample it under the
+        old version's name. Only while held.
+        """
+        with anyio.move_on_after(patience):
+            while self._asking:
+                self._answered = anyio.Event()
+                await self._answered.wait()
+        for scope in self._asking:
+            scope.cancel()
+
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -166,12 +181,20 @@ class OpenAIEngine:
             await self._released.wait()
         dialect = DIALECTS[flavour]
         version, request = self.policy_version, replace(request, adapter=self.adapter)
-        try:
-            body = await self._retried("POST", dialect.path, dialect.body(request), session_id)
-        except anyio.get_cancelled_exc_class():
-            if dialect.abort_path is not None:
-                await self._abort(dialect.abort_path, request.request_id)
-            raise
+        body = None
+        with anyio.CancelScope() as scope:
+            self._asking.add(scope)
+            try:
+                body = await self._retried("POST", dialect.path, dialect.body(request), session_id)
+            except anyio.get_cancelled_exc_class():
+                if dialect.abort_path is not None:
+                    await self._abort(dialect.abort_path, request.request_id)
+                raise
+            finally:
+                self._asking.discard(scope)
+                self._answered.set()
+        if scope.cancelled_caught:  # taken back
+            return Completion("", finish_reason="abort", policy_version=version)
         completion = dialect.answer(body)
         return replace(completion, policy_version=completion.policy_version or version)
 

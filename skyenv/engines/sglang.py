@@ -21,6 +21,8 @@ class SGLangControl(ControlledServer):
             raise ConfigError("pause: SGLang knows no 'wait'; not paused, it finishes requests before it takes weights")
         await self.holding("/pause_generation", body={"mode": modes[mode]})
         self._frozen = mode == "keep"
+        if mode == "abort":
+            await self.take_back()
 
     async def resume(self) -> None:
         """Go on generating."""

@@ -21,6 +21,8 @@ class VLLMControl(ControlledServer):
         query = {"mode": "keep" if mode == "recompute" else mode}
         await self.holding("/pause", query=query, slow=mode == "wait")
         self._recompute = mode == "recompute"
+        if mode == "abort":
+            await self.take_back()
 
     async def resume(self) -> None:
         """Go on generating."""

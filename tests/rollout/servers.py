@@ -55,6 +55,7 @@ class Server:
         """Work again, as if just started."""
         self.delay, self.spoil, self.hung_up = 0.0, None, 0
         self.ill, self.ill_after, self.cached = False, None, None
+        self.weight_version = "default"
         for record in (self.faults, self.bodies, self.headers, self.aborted):
             record.clear()
 

@@ -444,6 +444,27 @@ async def test_requests_wait_while_weights_change_and_know_their_version(server:
     assert (answer.policy_version, answer.versions) == (4, ((3, 4), (5, 5)))
 
 
+async def test_a_request_that_a_pause_overtook_is_sent_again(server: Server) -> None:
+    async with OpenAIEngine(server.url) as engine:
+        server.delay = 60.0
+        done: list[Completion] = []
+
+        async def one() -> None:
+            done.append(await ask(engine))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(one)
+            with anyio.fail_after(20):
+                while not server.bodies:
+                    await anyio.sleep(0.01)
+            engine.hold()
+            await engine.take_back(0.01)
+            server.delay, engine.policy_version = 0.0, 3
+            engine.release()
+    (answer,) = done
+    assert (len(answer.token_ids), answer.policy_version, len(server.bodies)) == (8, 3, 2)
+
+
 async def test_sglang_tells_versions_by_token() -> None:
     def spans(answer: Any) -> Any:
         rows = [("6", 0, 3), ("7", 3, 3), ("8", 3, 8)]

@@ -55,7 +55,7 @@ def last_json(text: str) -> dict[str, Any]:
         (["eval", "--policy", "scripted"], "needs --script"),
         (["eval", "--policy", "empty", "--k", "0"], "--k 0: must be at least 1"),
         (["eval", "--policy", "empty", "--format", "hermis"], "did you mean 'hermes'"),
-        (["train", str(recipe("demo")), "--rollout.condenser", "summarise"], "set rollout.segments to last"),
+        (["train", str(recipe("demo")), "--rollout.condenser", "summarise"], "set rollout.rows to segment"),
         (["train", str(recipe("demo")), "--env.options.tools", "opnhands"], "unknown name 'opnhands'"),
         (["eval", "--policy", "empty", "--rollout.histry", "strip"], "did you mean 'rollout.history'"),
         (["eval", "--policy", "empty", "--rollout", "3"], "rollout is a section"),

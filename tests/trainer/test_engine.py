@@ -244,3 +244,49 @@ def test_a_copy_follows_only_when_it_is_pushed(model: Any, tokenizer: Any, porta
         assert weights.version == engine.policy_version == 4
         with pytest.raises(ValueError, match="after 4"):
             weights.push(3)
+
+
+async def test_requests_join_and_leave_a_running_batch(model: Any, tokenizer: Any) -> None:
+    """Short answers come while a long one is decoded, whatever their prompts' lengths, all with exact logprobs."""
+    ended: list[int] = []
+    answers: dict[int, tuple[list[int], Any]] = {}
+    async with HFEngine(model, tokenizer.decode, [], max_batch=3) as engine:
+
+        async def ask(number: int, prompt: list[int], tokens: int) -> None:
+            answers[number] = prompt, await engine.generate(prompt, SamplingParams(max_tokens=tokens))
+            ended.append(number)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, 0, [5, 6, 7], 250)
+            for number in range(1, 9):
+                await ask(number, [3 + number] * (1 if number % 2 else 40 + number), 1 + number % 4)
+    assert ended == [*range(1, 9), 0]
+    for number, (prompt, answer) in answers.items():
+        assert len(answer.token_ids) == (1 + number % 4 if number else 250)
+        ids = torch.tensor([prompt + list(answer.token_ids)])
+        with torch.no_grad():
+            scores = torch.log_softmax(model(input_ids=ids).logits[0].float(), dim=-1)
+        expected = scores[len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None]).squeeze(-1)
+        assert torch.allclose(expected, torch.tensor(answer.logprobs), atol=1e-4)
+
+
+async def test_models_whose_caches_cannot_be_joined_take_rows_when_the_batch_is_empty(tokenizer: Any) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=8, attn_implementation="eager",
+    )  # fmt: skip
+    ended: list[str] = []
+    async with HFEngine(Gemma2ForCausalLM(config), tokenizer.decode, []) as engine:
+
+        async def ask(name: str, tokens: int) -> None:
+            answer = await engine.generate([5, 6, 7], SamplingParams(max_tokens=tokens))
+            assert len(answer.token_ids) == tokens
+            ended.append(name)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, "long", 30)
+            await ask("short", 2)
+            await ask("late", 2)
+    assert ended == ["short", "long", "late"]

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from skyenv.types import StopReason
+
 from .conftest import GROUP, MakeTrainer, Player, once
+from .test_grpo import gradient, score
 from .test_losses import uneven
 
 SGD = {"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
@@ -61,7 +64,6 @@ def test_the_entropy_bonus_has_a_gradient(step: Step) -> None:
 
 def test_silent_samples_keep_their_place_in_the_baseline(player: Player, make_trainer: MakeTrainer) -> None:
     """Cut off by a budget: no loss, no gradient, but its siblings are compared with it."""
-    from skyenv.types import StopReason
 
     def cut_off(groups: Any) -> None:
         groups[0].trajectories[1].stop_reason = StopReason.CONTEXT
@@ -69,11 +71,23 @@ def test_silent_samples_keep_their_place_in_the_baseline(player: Player, make_tr
     player.edit = cut_off
     player.reward = lambda group, sample: [1.0, 0.0, 0.5, 0.5][sample] if group == 0 else 1.0
     trainer = make_trainer(player, {"filter": {"overlong": True, "uniform": "mask"}})
-    trainer.model.train()
-    inputs = [dict(trainer.train_dataset[g]) for g in range(2) for _ in range(GROUP)]
-    batch = trainer._generate_and_score_completions(inputs)
+    _, batch = score(trainer)
     sampled = (batch["tool_mask"] * batch["completion_mask"]).sum(1)
     assert (sampled > 0).tolist() == [True, False, True, True, False, False, False, False]
     assert batch["num_items_in_batch"] == sampled.sum()
     assert batch["advantages"].tolist() == pytest.approx([0.5, -0.5, 0, 0, 0, 0, 0, 0])
     assert trainer._metrics["train"]["reward"] == [0.75]
+
+
+def test_without_the_mask_what_the_environment_wrote_trains_as_well(player: Player, make_trainer: MakeTrainer) -> None:
+    """For measuring what the mask is worth. Nobody sampled those ids, so nothing is corrected there."""
+    trainer = make_trainer(player, {"filter": {"unmask": True}})
+    _, batch = score(trainer)
+    real = batch["completion_mask"].bool()
+    assert batch["tool_mask"][real].all()
+    unknown = real & batch["sampling_per_token_logps"].isnan()
+    assert unknown.any()
+    assert (batch["importance_sampling_ratio"][unknown] == 1).all()
+    found = gradient(trainer, batch)
+    assert found.isfinite().all()
+    assert found.abs().max() > 0
