@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import skyenv
 from sky_trainer.assembly import choose_tasks, make_pipeline, make_renderer
 from sky_trainer.config import Config, from_mapping, to_mapping
 from sky_trainer.models import load_tokenizer
+from sky_trainer.sections.launch import LaunchConfig
 from sky_trainer.weights import WeightSync
 from skyenv.engines.openai import OpenAIEngine
 from skyenv.engines.pool import EnginePool
@@ -24,7 +26,8 @@ from skyenv.vector.wire import PipelineSpec
 
 def worker_spec(config: Config, policy: str) -> PipelineSpec:
     """What a worker of this run opens. `policy` holds the tokenizer, and `config.engine` the servers' URLs."""
-    return PipelineSpec("sky_trainer.sharding:open_worker", {"config": to_mapping(config), "policy": policy})
+    told = dataclasses.replace(config, launch=LaunchConfig())  # the servers run already
+    return PipelineSpec("sky_trainer.sharding:open_worker", {"config": to_mapping(told), "policy": policy})
 
 
 @asynccontextmanager
