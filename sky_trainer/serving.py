@@ -57,7 +57,8 @@ class ServedEngine:
     def _endpoint(self, answer: Answer) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
+            open_to_all = request.url.path == "/health"  # as on vLLM and SGLang: whoever watches has no token
+            if self._token and not open_to_all and not hmac.compare_digest(given.encode(), self._token.encode()):
                 return JSONResponse({"error": "the bearer token is missing or wrong"}, 401)
             try:
                 body = await request.json() if request.method == "POST" and await request.body() else {}

@@ -303,6 +303,7 @@ async def test_a_token_is_asked_for(model: Any, tokenizer: Any) -> None:
     async with HFEngine(model, tokenizer.decode, [tokenizer.eos_token_id]) as engine:
         app = ServedEngine(engine, model, "policy", token="secret").app()
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            assert (await client.get("/health")).status_code == 401
-            assert (await client.get("/health", headers={"authorization": "Bearer wrong"})).status_code == 401
-            assert (await client.get("/health", headers={"authorization": "Bearer secret"})).status_code == 200
+            assert (await client.get("/model_info")).status_code == 401
+            assert (await client.get("/model_info", headers={"authorization": "Bearer wrong"})).status_code == 401
+            assert (await client.get("/model_info", headers={"authorization": "Bearer secret"})).status_code == 200
+            assert (await client.get("/health")).status_code == 200
