@@ -91,7 +91,7 @@ async def with_pipeline(
         engine=SimulatedEngine(engines, scripts),
         make_env=lambda: SimulatedEnv(scripts, engines.live),
         renderer=RENDERER,
-        limits=LIMITS,
+        limits=limits_for(trace),
         rules=TurnRules(stuck=None),
         widths=Cluster(live, 1, 1).widths,
         failures=FailureThreshold(1.0),
@@ -106,6 +106,16 @@ async def with_pipeline(
                 done(int(trajectory.task_id[1:]))
     assert engines.live.value == 0
     assert engines.live.most <= live
+
+
+def limits_for(trace: Sequence[Script]) -> Limits:
+    """Deadlines that nothing in the trace reaches by itself; the baselines have none, and only hangs are to end."""
+    slowest = {
+        "init_timeout": max(script.init for script in trace),
+        "turn_timeout": max(max(script.generate) + max(script.tool) for script in trace),
+        "eval_timeout": max(script.evaluate for script in trace),
+    }
+    return dataclasses.replace(LIMITS, **{key: max(getattr(LIMITS, key), 2 * value) for key, value in slowest.items()})
 
 
 def history_of(twin: Sequence[Script], group: int) -> Durations:
