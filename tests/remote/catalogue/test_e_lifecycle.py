@@ -72,7 +72,9 @@ async def test_e4_a_killed_first_process_is_told(url: str) -> None:
         os.kill(init_above(sleeper), signal.SIGKILL)
         with pytest.raises(SandboxLost):
             await box.exec("echo alive")
-        assert sleeper not in host_processes(mark)
+        with anyio.fail_after(20):  # the kernel ends the rest of the namespace behind its first process
+            while sleeper in host_processes(mark):
+                await anyio.sleep(0.02)
 
 
 async def test_e5_a_running_command_outlives_its_client(url: str) -> None:
