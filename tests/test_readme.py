@@ -1,4 +1,7 @@
-"""Every code block of README.md and of docs is run: Python blocks as scripts, command lines as commands."""
+"""Every code block of README.md and of docs is run: Python blocks as scripts, command lines as commands.
+
+What needs servers of its own, or a GPU, is marked `py` or `console` and only shown.
+"""
 
 from __future__ import annotations
 
