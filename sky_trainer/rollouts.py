@@ -36,7 +36,12 @@ class PlannedRollouts:
     """
 
     def __init__(
-        self, portal: BlockingPortal, ahead: Ahead, version: Callable[[], int], metering: Metering, first: int = 0
+        self,
+        portal: BlockingPortal,
+        ahead: Ahead,
+        version: Callable[[], int],
+        metering: Metering | None = None,
+        first: int = 0,
     ) -> None:
         self._portal, self._ahead, self._version, self._metering = portal, ahead, version, metering
         self.upcoming = first
@@ -71,7 +76,8 @@ class PlannedRollouts:
 
     def numbers(self) -> dict[str, float]:
         """What is to be said of the last batch, and of the rollouts since the last call."""
-        return {**self._numbers, **call(self._portal, self._metering.step)}
+        metered = call(self._portal, self._metering.step) if self._metering is not None else {}
+        return {**self._numbers, **metered}
 
     def _count(self, number: int, played: Played, asked: float, busy: float) -> None:
         now = time.monotonic()

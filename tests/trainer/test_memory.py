@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -162,7 +163,9 @@ def test_the_estimate_is_near_what_a_process_takes(
     hidden: int, layers: int, rows: int, length: int, checkpointing: bool, tmp_path: Path
 ) -> None:
     words = [str(tmp_path), *(str(int(number)) for number in (hidden, layers, rows, length, checkpointing))]
-    result = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True, check=True)
+    steady = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # not what threads leave lying about
+    command = [sys.executable, "-c", SCRIPT, *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=steady)
     taken = int(result.stdout.strip().splitlines()[-1])
     tokenizer = tiny.make_tokenizer(["abc def ghi"] * 5, 300)
     model = tiny.make_model(tokenizer, hidden, layers, 0)
