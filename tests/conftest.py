@@ -89,6 +89,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start what the chosen tests need and nobody named."""
     wanted = {name for item in session.items for name in getattr(item, "fixturenames", ())}
+    for item in session.items:
+        if item.get_closest_marker("engine") is not None and isinstance(item, pytest.Function):
+            chosen = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            wanted |= {f"{name}_server" for name in chosen if name in VARIABLES}
     if session.config.option.collectonly:
         return
     flavours: list[Flavour] = [
@@ -122,20 +126,20 @@ def sglang_server(request: pytest.FixtureRequest) -> RealServer:
 @pytest.fixture
 def vllm(vllm_server: RealServer) -> Iterator[RealServer]:
     """A vLLM that runs nothing and has the weights of its checkpoint, as version 0; they are put back afterwards."""
-    anyio.run(_as_new, vllm_server)
+    anyio.run(as_new, vllm_server)
     yield vllm_server
-    anyio.run(_as_new, vllm_server)
+    anyio.run(as_new, vllm_server)
 
 
 @pytest.fixture
 def sglang(sglang_server: RealServer) -> Iterator[RealServer]:
     """An SGLang that runs nothing and has the weights of its checkpoint, as version 0; they are put back afterwards."""
-    anyio.run(_as_new, sglang_server)
+    anyio.run(as_new, sglang_server)
     yield sglang_server
-    anyio.run(_as_new, sglang_server)
+    anyio.run(as_new, sglang_server)
 
 
-async def _as_new(server: RealServer) -> None:
+async def as_new(server: RealServer) -> None:
     async with server.engine() as engine, control_of(engine) as control:
         await control.abort()
         await control.resume()
