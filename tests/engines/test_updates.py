@@ -152,7 +152,8 @@ async def test_one_request_is_aborted_and_goes_on(server: RealServer) -> None:
             await control.abort("no such request")
             await control.abort()
     for prompt, answer in answers.items():
-        assert (answer.finish_reason, answer.versions) == ("length" if len(answer.token_ids) == 160 else "stop", ())
+        assert answer.finish_reason == "stop" or len(answer.token_ids) == 160
+        assert answer.versions == ()
         assert answer.logprobs == pytest.approx(logprobs_here(server.model, prompt, answer.token_ids), abs=CLOSE)
 
 
