@@ -9,8 +9,6 @@ environment and evaluates it, whatever reason ended the run.
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,10 +16,11 @@ import anyio
 
 from skyenv.context import Context
 from skyenv.core import Engine, Env, SelfPlayed
-from skyenv.errors import ConfigError, EngineError, EnvError, SandboxError, boundary
+from skyenv.errors import ConfigError, EnvError, SandboxError, boundary
 from skyenv.formats import NativeFormat, Parsed, get
 from skyenv.history import Condenser, History, Room
 from skyenv.renderer import ByteTokenizer, Renderer
+from skyenv.sampling import Sampler
 from skyenv.stuck import STRICT, StuckDetector, StuckRule
 from skyenv.types import Completion, Limits, Message, SamplingParams, Step, StopReason, ToolCall, Trajectory, Turn
 
@@ -263,28 +262,11 @@ class _Episode:
         return format.parse(text, self.env.tools, finish_reason=reason, thinking_open=opened)
 
     async def _generate(self, ids: tuple[int, ...], messages: tuple[Message, ...], deadline: float) -> Completion:
-        """One completion, checked against what was asked for."""
-        sampling = self.options.sampling
-        seed = sampling.seed
-        if seed is not None:  # siblings and turns must differ, reruns must not
-            trajectory = self.trajectory
-            key = f"{seed} {trajectory.task_id} {trajectory.sample_index} {len(trajectory.turns)}"
-            seed = zlib.crc32(key.encode()) >> 1
-        wanted = replace(
-            sampling,
-            max_tokens=self.options.answer_budget,
-            stop_token_ids=sampling.stop_token_ids or tuple(self.renderer.stop_token_ids),
-            seed=seed,
-        )
-        with anyio.CancelScope(deadline=deadline), boundary(EngineError, "engine"):
-            completion = await self.engine.generate(ids, wanted, messages=messages, session_id=self._session_id)
-            return _checked(completion, wanted.max_tokens)
-        raise EngineError(f"no completion within {self.options.limits.turn_timeout:g} s")
-
-    @property
-    def _session_id(self) -> str:
-        trajectory = self.trajectory
-        return f"{trajectory.task_id}#{trajectory.group_id}.{trajectory.sample_index}.{trajectory.attempts}"
+        """The turn's completion."""
+        limits = self.options.limits
+        sampler = Sampler(self.engine, self.renderer, self.trajectory, self.options.sampling, limits.turn_timeout)
+        turn = len(self.trajectory.turns)
+        return await sampler.sample(ids, messages, turn=turn, max_tokens=self.options.answer_budget, deadline=deadline)
 
     async def _answer(self, parsed: Parsed, completion: Completion, deadline: float) -> _Answer:
         """Run the calls of a turn, or say what is wrong with it."""
@@ -392,14 +374,3 @@ def _env_stop(step: Step) -> StopReason | None:
         with boundary(EnvError, "info['stop_reason']"):
             return StopReason(named)
     return StopReason.FINISH if step.terminated else StopReason.MAX_TURNS
-
-
-def _checked(completion: Completion, max_tokens: int) -> Completion:
-    """The completion; EngineError when it is not what an engine may answer."""
-    if completion.finish_reason == "abort":
-        raise EngineError("the engine aborted the generation")
-    if len(completion.token_ids) > max_tokens:
-        raise EngineError(f"the engine answered {len(completion.token_ids)} tokens for max_tokens {max_tokens}")
-    if not all(math.isfinite(value) and value <= 1e-4 for value in completion.logprobs):
-        raise EngineError("the engine answered a logprob that is no log probability")
-    return completion

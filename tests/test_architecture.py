@@ -37,7 +37,9 @@ LAYERS: dict[str, set[str]] = {
     "skyenv.spaces": CORE,
     "skyenv.envs": CORE
     | {"skyenv.envs", "skyenv.tools", "skyenv.formats", "skyenv.portal", "skyenv.spaces", "skyenv.rewards"},
-    "skyenv.rollout": CORE | {"skyenv.renderer", "skyenv.formats", "skyenv.stuck", "skyenv.context", "skyenv.history"},
+    "skyenv.sampling": CORE | {"skyenv.renderer"},
+    "skyenv.rollout": CORE
+    | {"skyenv.sampling", "skyenv.renderer", "skyenv.formats", "skyenv.stuck", "skyenv.context", "skyenv.history"},
     "skyenv.vector": CORE
     | {
         "skyenv.vector",
@@ -51,7 +53,8 @@ LAYERS: dict[str, set[str]] = {
     },
     "skyenv.adapters": {"skyenv"},
     "skyenv.envs.agent": CORE | {"skyenv.envs", "skyenv.recorder", "skyenv.renderer"},
-    "skyenv.recorder": CORE | {"skyenv.recorder", "skyenv.renderer", "skyenv.formats", "skyenv.remote.listen"},
+    "skyenv.recorder": CORE
+    | {"skyenv.sampling", "skyenv.recorder", "skyenv.renderer", "skyenv.formats", "skyenv.remote.listen"},
     "skyenv": {"skyenv"},
     "sky_trainer": {"skyenv", "sky_trainer"},
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-import zlib
 from dataclasses import dataclass, replace
 
 import anyio
@@ -21,6 +20,7 @@ from skyenv.formats.contract import NativeFormat
 from skyenv.recorder.tree import Conversations, Prompt
 from skyenv.recorder.wire import Answer, Finish, Refused, Request, bad
 from skyenv.renderer import Renderer
+from skyenv.sampling import Sampler
 from skyenv.types import (
     Completion,
     Limits,
@@ -69,7 +69,8 @@ class RecordedSession:
         self.sampling = sampling or SamplingParams()
         self.stop_reason: StopReason | None = None
         self.failure: EngineError | None = None
-        self._engine, self._renderer = engine, renderer
+        self._renderer = renderer
+        self._sampler = Sampler(engine, renderer, trajectory, self.sampling, self.limits.turn_timeout)
         self._conversations = Conversations(renderer)
         trajectory.segments = self._conversations.segments
         self.calls: list[Call] = []
@@ -88,7 +89,13 @@ class RecordedSession:
             raise Refused(400, "context_length_exceeded", f"{message} maximum context of {self.limits.max_context}")
         started = anyio.current_time()
         try:
-            completion = await self._sample(prompt, budget)
+            completion = await self._sampler.sample(
+                prompt.ids,
+                prompt.messages,
+                turn=self._asked,
+                max_tokens=budget,
+                deadline=started + self.limits.turn_timeout,
+            )
         except EngineError as error:
             self.failure = error
             raise Refused(503, "engine_error", str(error)) from error
@@ -110,24 +117,6 @@ class RecordedSession:
         if self._asked >= self.limits.max_turns:
             self.stop_reason = StopReason.MAX_TURNS
             raise Refused(403, "budget_exceeded", f"all {self.limits.max_turns} calls of this session are used up")
-
-    async def _sample(self, prompt: Prompt, budget: int) -> Completion:
-        seed, trajectory = self.sampling.seed, self.trajectory
-        if seed is not None:  # siblings and turns must differ, reruns must not
-            seed = zlib.crc32(f"{seed} {trajectory.task_id} {trajectory.sample_index} {self._asked}".encode()) >> 1
-        wanted = replace(
-            self.sampling,
-            max_tokens=budget,
-            stop_token_ids=self.sampling.stop_token_ids or tuple(self._renderer.stop_token_ids),
-            seed=seed,
-        )
-        session_id = f"{trajectory.task_id}#{trajectory.group_id}.{trajectory.sample_index}.{trajectory.attempts}"
-        with anyio.move_on_after(self.limits.turn_timeout), boundary(EngineError, "engine"):
-            done = await self._engine.generate(prompt.ids, wanted, messages=prompt.messages, session_id=session_id)
-            if done.finish_reason == "abort":
-                raise EngineError("the engine aborted the generation")
-            return done
-        raise EngineError(f"no completion within {self.limits.turn_timeout:g} s")
 
     def _record(self, request: Request, prompt: Prompt, completion: Completion, seconds: float) -> Answer:
         trajectory, ids = self.trajectory, completion.token_ids

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
 
 import anyio
 
 CHUNK = 1 << 18
 
 
-async def drain(reader: int, chunks: list[bytes], drained: anyio.Event) -> None:
-    """Read into `chunks` until the writer has closed, and tell by `drained`."""
+async def chunks_of(reader: int) -> AsyncIterator[bytes]:
+    """What comes through a pipe, until the writer has closed."""
     os.set_blocking(reader, False)
     while True:
         await anyio.wait_readable(reader)
@@ -19,9 +20,14 @@ async def drain(reader: int, chunks: list[bytes], drained: anyio.Event) -> None:
         except BlockingIOError:
             continue
         if not chunk:
-            drained.set()
             return
-        chunks.append(chunk)
+        yield chunk
+
+
+async def drain(reader: int, chunks: list[bytes], drained: anyio.Event) -> None:
+    """Read into `chunks` until the writer has closed, and tell by `drained`."""
+    chunks.extend([chunk async for chunk in chunks_of(reader)])
+    drained.set()
 
 
 async def feed(writer: int, data: bytes) -> None:

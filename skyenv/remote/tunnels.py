@@ -16,11 +16,10 @@ from anyio.abc import ByteStream, TaskGroup
 from skyenv.errors import ConfigError, SandboxLost, SandboxPathError
 from skyenv.remote.calls import Result
 from skyenv.remote.channel import Channel
-from skyenv.remote.pipes import feed
+from skyenv.remote.pipes import chunks_of, feed
 from skyenv.remote.protocol import TunnelParameters
 from skyenv.remote.session import Session
 
-CHUNK = 1 << 16
 CONNECTIONS = 64
 CONNECT_TIMEOUT = 10.0
 
@@ -104,13 +103,10 @@ async def _lead(reader: int, writer: int, host: str, port: int, limit: anyio.Sem
 
 
 async def _outwards(reader: int, stream: ByteStream) -> None:
-    os.set_blocking(reader, False)
     try:
-        while True:
-            await anyio.wait_readable(reader)
-            if not (data := os.read(reader, CHUNK)):
-                return await stream.send_eof()
+        async for data in chunks_of(reader):
             await stream.send(data)
+        await stream.send_eof()
     except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
         return
 
