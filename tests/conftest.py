@@ -1,7 +1,7 @@
 """Real inference servers for the tests marked `engine`: started once a run, in the background, used by all tests.
 
 SKYENV_VLLM_URL and SKYENV_SGLANG_URL name servers to use instead; they serve a checkpoint that lies on this machine,
-and their weights are changed. Else both are started from the environments that `.ci/engines` makes, as soon as it is
+and their weights are changed. Else both are started from the environments that `.ci/venvs` makes, as soon as it is
 known that a test needs them, and those tests run last.
 """
 
@@ -151,7 +151,7 @@ def _server(flavour: Flavour, config: pytest.Config) -> RealServer:
     if not url:
         started = config.stash.get(STARTED, None)
         assert started is not None, (
-            f"no .engines/{flavour}: run .ci/engines, or set {VARIABLES[flavour]} to a server's URL"
+            f"no .engines/{flavour}: run .ci/venvs, or set {VARIABLES[flavour]} to a server's URL"
         )
         url = started.url(flavour)
     page, field = ("/v1/models", "root") if flavour == "vllm" else ("/model_info", "model_path")

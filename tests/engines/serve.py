@@ -24,7 +24,7 @@ READY_WITHIN = 600.0
 
 
 def spec(flavour: Literal["vllm", "sglang"], model: Path, *options: str, **env: str) -> ServerSpec:
-    """A server on this machine's processor, from the environment that `.ci/engines` made."""
+    """A server on this machine's processor, from the environment that `.ci/venvs` made."""
     return ServerSpec(
         flavour,
         str(ENVIRONMENTS / flavour / "bin" / "python"),
