@@ -25,7 +25,7 @@ def load_model(path: str, dtype: str = "float32") -> Any:
     ConfigError when there is none.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import find_adapter_config_file
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     try:
         adapter = find_adapter_config_file(path)

@@ -130,6 +130,7 @@ class SkySFTTrainer(SFTTrainer):
             partial.mkdir(parents=True)
             base = self.accelerator.unwrap_model(self.model).get_base_model()
             write_checkpoint(partial, weights, base.config)
+            assert self.processing_class is not None
             self.processing_class.save_pretrained(partial)
             files.publish(partial, final)
         self.accelerator.wait_for_everyone()
