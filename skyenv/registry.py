@@ -21,6 +21,7 @@ from skyenv.core import Env, SandboxProvider
 from skyenv.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
+    from skyenv.adapters.openenv_client import OpenEnvEnv
     from skyenv.envs.agent.env import AgentEnv
     from skyenv.envs.swe.env import SWEEnv
     from skyenv.envs.terminal.env import TerminalEnv
@@ -39,6 +40,7 @@ ENVIRONMENTS: Mapping[str, Registration] = MappingProxyType(
         "SkyRL/SWE-v0": Registration("skyenv.registry:make_swe", "skyenv.registry:make_swe_vector"),
         "SkyRL/Agent-v0": Registration("skyenv.registry:make_agent", ""),
         "SkyRL/Terminal-v0": Registration("skyenv.registry:make_terminal", "skyenv.registry:make_terminal_vector"),
+        "SkyRL/OpenEnv-v0": Registration("skyenv.registry:make_openenv", ""),
     }
 )
 GYMNASIUM_REGISTRY = "gymnasium.envs.registration"
@@ -125,6 +127,19 @@ def make_terminal(
     _check_terminal(kwargs, _TERMINAL_KEYWORDS)
     provider = sandbox if sandbox is not None and not isinstance(sandbox, str) else _opener(sandbox, token)
     return TerminalEnv(sandbox=provider, **kwargs)
+
+
+def make_openenv(url: str, **kwargs: Any) -> OpenEnvEnv:
+    """Make an `OpenEnvEnv`, an OpenEnv environment that runs at `url`."""
+    try:
+        from skyenv.adapters.openenv_client import OpenEnvEnv
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] not in ("openenv", "websockets"):
+            raise
+        raise ConfigError("SkyRL/OpenEnv-v0 needs OpenEnv: pip install 'skyenv[openenv]'") from error
+
+    _check_keywords(kwargs, ("tasks", "instructions", "render", "token", "timeout"))
+    return OpenEnvEnv(url, **kwargs)
 
 
 def make_swe_vector(**kwargs: Any) -> SkyVectorEnv:
