@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sky_trainer.models import load_model
 from tests.engines.serve import ENVIRONMENTS, OPTIONS
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600.0
