@@ -1,4 +1,5 @@
-"""Rollouts for libraries that ask for one trajectory at a time, from many tasks of one event loop, and tell no end.
+"""Rollouts for libraries that ask for one trajectory or group at a time, from many tasks of one event loop, and that
+never tell of an end.
 
 Those who roll out at the same time share stages, so widths hold for all of them together, and one provider: the first
 opens it, the last closes it, and the next opens a new one. Everything belongs to the event loop it was asked on.
@@ -7,9 +8,10 @@ opens it, the last closes it, and the next opens a new one. Everything belongs t
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any
 
 import anyio
 from anyio.lowlevel import RunVar
@@ -17,7 +19,7 @@ from anyio.lowlevel import RunVar
 import skyenv
 from skyenv.adapters.opening import Rollouts
 from skyenv.core import Engine, SandboxProvider
-from skyenv.errors import ConfigError, SandboxUnavailable
+from skyenv.errors import ConfigError, SandboxUnavailable, did_you_mean
 from skyenv.renderer import Tokenizer
 from skyenv.types import SamplingParams, Trajectory, TrajectoryGroup
 from skyenv.vector.background import Background
@@ -38,22 +40,28 @@ class SharedRollouts:
         self._opened: _Opened | None = None
         self._users = 0
 
+    def check(self, task_id: str) -> None:
+        """ConfigError for a task that is not among those of the rollouts."""
+        if task_id not in self._by_id:
+            hint = did_you_mean(task_id, self._by_id)
+            raise ConfigError(f"task {task_id!r} is none of the {len(self._tasks)} of these rollouts{hint}")
+
     async def play(
-        self, task_id: str, engine: Engine, sampling: SamplingParams, *, number: int, sample: int
+        self, task_id: str, engine: Engine, sampling: SamplingParams, numbering: Numbering
     ) -> TrajectoryGroup:
-        """One trajectory, as a group of one that is called by these numbers. ConfigError for an unknown task.
+        """These samples of one group, in their order. ConfigError for an unknown task.
 
         Whatever fails comes back as a trajectory with a failure; leaving by an exception frees what it opened.
         """
-        if task_id not in self._by_id:
-            raise ConfigError(f"task {task_id!r} is none of the {len(self._tasks)} of {self.rollouts.tasks}")
+        self.check(task_id)
         async with self._provider() as provider:
             pipeline = self.rollouts.pipeline(engine, self.renderer, provider, self._tasks)
             pipeline = replace(pipeline, stages=self._stages, sampling=sampling)
             trajectories: list[Trajectory] = []
-            async with pipeline.run_part(self._by_id[task_id], Numbering(number, (sample,))) as run:
+            async with pipeline.run_part(self._by_id[task_id], numbering) as run:
                 trajectories += [trajectory async for trajectory in run]
-        return TrajectoryGroup(task_id, number, trajectories)
+        trajectories.sort(key=lambda trajectory: numbering.samples.index(trajectory.sample_index))
+        return TrajectoryGroup(task_id, numbering.group_id, trajectories)
 
     @asynccontextmanager
     async def _provider(self) -> AsyncIterator[SandboxProvider]:
@@ -99,6 +107,18 @@ class _Opened:
                 await anyio.sleep_forever()
         finally:
             self._ready.set()
+
+
+def named_task(fields: Mapping[str, Any]) -> str:
+    """The task that a row of a data set names: its `task_id`, or the `instance_id` of its `instance`."""
+    instance = fields.get("instance")
+    named = fields.get("task_id") or (instance.get("instance_id") if isinstance(instance, Mapping) else None)
+    if not isinstance(named, str):
+        raise ConfigError(
+            "data: a row has no column task_id, and no column instance with an instance_id; write the file with"
+            " `dataset` of the adapter's module"
+        )
+    return named
 
 
 _SHARED: RunVar[list[SharedRollouts]] = RunVar("skyenv shared rollouts")

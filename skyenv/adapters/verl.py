@@ -17,11 +17,12 @@ import anyio
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
 from skyenv.adapters.opening import Rollouts
-from skyenv.adapters.sharing import shared_rollouts
+from skyenv.adapters.sharing import named_task, shared_rollouts
 from skyenv.errors import ConfigError, EngineError
 from skyenv.renderer import Renderer
 from skyenv.samples import Row, RowRules, rows_from
 from skyenv.types import Completion, FinishReason, Message, SamplingParams, Trajectory
+from skyenv.vector.work import Numbering
 
 _ABORTED = ("abort", "aborted")
 
@@ -117,9 +118,8 @@ class SkyEnvAgentLoop(AgentLoopBase):
         sample = int(fields.get("session_id", fields.get("priority", number)))
         seed_name = "sampling_seed" if self.rollout_config.name == "sglang" else "seed"
         engine = ServerManagerEngine(self.server_manager, self._shared.renderer, priority=priority, seed_name=seed_name)
-        group = await self._shared.play(
-            _task_id(fields), engine, self._sampling(sampling_params), number=number, sample=sample
-        )
+        sampling = self._sampling(sampling_params)
+        group = await self._shared.play(named_task(fields), engine, sampling, Numbering(number, (sample,)))
         rows, (trajectory,) = rows_from([group], self._rules), group.trajectories
         outputs = [self._output(row, trajectory, engine.newest) for row in rows]
         if "session_id" not in fields:  # the padded worker: one row for each sample, whatever became of it
@@ -181,18 +181,6 @@ def dataset(rollouts: Rollouts, agent_name: str = "skyenv") -> Any:
             for index, task in enumerate(rollouts.load())
         ]
     )
-
-
-def _task_id(fields: Mapping[str, Any]) -> str:
-    """The task that a row of the data set names."""
-    instance = fields.get("instance")
-    named = fields.get("task_id") or (instance.get("instance_id") if isinstance(instance, Mapping) else None)
-    if not isinstance(named, str):
-        raise ConfigError(
-            "data: a row has no column task_id, and no column instance with an instance_id; write the file with"
-            " skyenv.adapters.verl.dataset"
-        )
-    return named
 
 
 def _finish(ids: tuple[int, ...], reason: str | None, sampling: SamplingParams) -> FinishReason:
