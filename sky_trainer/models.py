@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from skyenv.errors import ConfigError
@@ -18,13 +20,29 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_model(path: str, dtype: str = "float32") -> Any:
-    """The causal language model of a directory or hub name. ConfigError when there is none."""
+    """The causal language model of a directory or hub name; of an adapter, the model that it is for with it merged in.
+
+    ConfigError when there is none.
+    """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     try:
+        adapter = find_adapter_config_file(path)
+        if adapter is not None:
+            return _with_adapter(path, json.loads(Path(adapter).read_bytes())["base_model_name_or_path"], dtype)
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {path!r}: cannot be loaded: {_first_line(error)}") from error
+
+
+def _with_adapter(path: str, base: str, dtype: str) -> Any:
+    """It goes by the adapter's name, from which a reference is loaded again."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(load_model(base, dtype), path).merge_and_unload().requires_grad_(True)
+    model.config._name_or_path = model.name_or_path = path
+    return model
 
 
 def on_best_device(model: Any) -> Any:
@@ -32,6 +50,19 @@ def on_best_device(model: Any) -> Any:
     import torch
 
     return model.to("cuda") if torch.cuda.is_available() else model
+
+
+def _merged(model: Any) -> Any:
+    """A model that transformers loaded with an adapter inside, as a plain one, all of it to be trained."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            model.set_submodule(name, layer.get_base_layer())
+    model._hf_peft_config_loaded = False
+    del model.peft_config
+    return model.requires_grad_(True)
 
 
 def _first_line(error: Exception) -> str:

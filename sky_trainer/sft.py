@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from transformers import PrinterCallback
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+from sky_trainer import files
 from sky_trainer.config import Config
 from sky_trainer.settings import foreign_options
+from sky_trainer.sync.export import named_weights
+from sky_trainer.sync.files import write_checkpoint
 from skyenv.errors import ConfigError
 from skyenv.types import Segment
 
@@ -105,6 +110,30 @@ class SkySFTTrainer(SFTTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: TRL's describes a model of the hub, and the run directory holds what there is to say."""
+
+    def export(self, final: Path, adapter: Path) -> None:
+        """Write the whole model and its tokenizer to `final`, adapters merged into it; called on every rank.
+
+        Adapters also go to `adapter`, as PEFT loads them on the model that they were trained on.
+        """
+        if not is_peft_model(self.model):
+            self.save_model(str(final))
+            return
+        self.save_model(str(adapter))
+        main, weights = self.accelerator.is_main_process, {}
+        for name, value in named_weights(self.accelerator.unwrap_model(self.model)):
+            if main:
+                weights[name] = value.cpu()
+        if main:
+            partial = files.partial_of(final)
+            files.remove(partial)
+            partial.mkdir(parents=True)
+            base = self.accelerator.unwrap_model(self.model).get_base_model()
+            write_checkpoint(partial, weights, base.config)
+            assert self.processing_class is not None
+            self.processing_class.save_pretrained(partial)
+            files.publish(partial, final)
+        self.accelerator.wait_for_everyone()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Tell of a step's numbers beside what TRL does with them."""

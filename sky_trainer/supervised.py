@@ -3,6 +3,7 @@
 The run directory is laid out like one of `train`: the resolved configuration before the first step, metrics after
 every step, a checkpoint after every `save_every`, the model and its tokenizer in `final` at the end, and in
 `lessons.json` what was learnt from and what was left out. A run that was cut goes on from its newest checkpoint.
+With `lora` only adapters learn; `final` is the whole model with them merged into it, `adapter` holds them alone.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from sky_trainer.lessons import AsWritten, Classroom, Lessons
 from sky_trainer.models import load_model, load_tokenizer
 from sky_trainer.record import RunRecord, last_checkpoint
 from sky_trainer.run import FINAL, prepare_directory, prepare_libraries
+from sky_trainer.sections.lora import with_adapters
 from sky_trainer.tiny import make_model, make_tokenizer
 from skyenv.errors import ConfigError
 from skyenv.renderer import Renderer
 from skyenv.types import ToolSpec
 
-LESSONS = "lessons.json"
+LESSONS, ADAPTER = "lessons.json", "adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,18 @@ def teach(config: Config, say: Callable[[str], None]) -> Taught:
     started = time.monotonic()
     if not config.sft.data:
         raise ConfigError("sft.data names no file; give --sft.data FILE.jsonl, of trajectories or transcripts")
+    if config.lora.rank and config.model.path == "tiny":
+        raise ConfigError(
+            "lora.rank is set, but model.path is tiny: a model made here knows nothing that adapters could build on;"
+            " set lora.rank to 0, or name a model"
+        )
     prepare_libraries(config)
     demonstrations = list(read_demonstrations(config.sft.data))
     tools = _environment_tools(config)
     model, tokenizer = _policy(config, demonstrations, tools)
     lessons = _classroom(config, tokenizer, tools).lessons(demonstrations, config.sft)
     args = sft.sft_config(config, len(lessons.segments))
+    model = with_adapters(model, config.lora)
     say(lessons.describe())
     if args.process_index == 0:
         prepare_directory(config)
@@ -76,7 +84,7 @@ def teach(config: Config, say: Callable[[str], None]) -> Taught:
         )
         try:
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-            trainer.save_model(str(config.run_dir / FINAL))
+            trainer.export(config.run_dir / FINAL, config.run_dir / ADAPTER)
         finally:
             if record is not None:
                 record.close()

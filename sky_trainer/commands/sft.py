@@ -11,8 +11,8 @@ from sky_trainer.commands.output import print_json, print_line
 
 EPILOG = """\
 The configuration is that of `train`; of it count model, rollout (format, history, template_options), env, out, seed,
-micro_batch, save_every, resume and the section sft. Demonstrations are trajectory stores of `rollout`, `eval` and
-`train`, exported rows, and transcripts with `messages`. Then reinforcement learning goes on:
+micro_batch, save_every, resume and the sections lora and sft. Demonstrations are trajectory stores of `rollout`,
+`eval` and `train`, exported rows, and transcripts with `messages`. Then reinforcement learning goes on:
 
   sky_trainer sft recipes/X.yaml --out runs/sft --sft.data expert.jsonl --sft.resolved true
   sky_trainer train recipes/X.yaml --out runs/rl --model.path runs/sft/final

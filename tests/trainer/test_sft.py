@@ -17,11 +17,13 @@ from sky_trainer import sft
 from sky_trainer.assembly import make_renderer
 from sky_trainer.cli import main
 from sky_trainer.commands.demo import recipe
-from sky_trainer.config import Config, RolloutConfig
+from sky_trainer.config import Config, ModelConfig, RolloutConfig
 from sky_trainer.demonstrations import Demonstration, demonstration_of, read_demonstrations
 from sky_trainer.lessons import AsWritten, Classroom, replayed, sampled_runs
+from sky_trainer.models import load_model
 from sky_trainer.record import last_checkpoint, read_metrics
 from sky_trainer.rows import export_rows
+from sky_trainer.sections.lora import LoraConfig
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.supervised import teach
 from skyenv import formats
@@ -345,6 +347,33 @@ def test_sft_then_train_is_one_pipeline(capsys: pytest.CaptureFixture[str], tmp_
     assert main(words) == 0
     drifts = [t.counters["drift"] for t in read_trajectories(tmp_path / "rl" / "trajectories.jsonl")]
     assert drifts == [0] * 4
+
+
+def test_adapters_learn_and_the_whole_model_is_left(tmp_path: Path) -> None:
+    """Resumed as if it had not been cut; the frozen weights stay; `final` is the model with `adapter` on it."""
+    base = teach(run_config(tmp_path, "base"), lambda text: None).model
+    config = run_config(tmp_path, "cut", model=ModelConfig(str(base)), lora=LoraConfig(rank=4, targets=("q_proj",)))
+
+    def cut(text: str) -> None:
+        if text.startswith("step 5/"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        teach(config, cut)
+    taught = teach(config, lambda text: None)
+    whole = teach(dataclasses.replace(config, out=str(tmp_path / "whole")), lambda text: None)
+    assert (taught.model / "model.safetensors").read_bytes() == (whole.model / "model.safetensors").read_bytes()
+    before, after = load_model(str(base)).state_dict(), load_model(str(taught.model)).state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {name for name in before if "q_proj" in name}
+    adapter = load_model(str(tmp_path / "cut" / "adapter")).state_dict()
+    for name, value in after.items():
+        torch.testing.assert_close(adapter[name], value)
+
+
+def test_adapters_on_a_model_that_knows_nothing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lora\.rank is set, but model\.path is tiny"):
+        teach(run_config(tmp_path, "x", lora=LoraConfig(rank=4)), lambda text: None)
 
 
 def test_sft_without_data_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
