@@ -77,13 +77,17 @@ class Started:
         """End the servers."""
         assert self.process.stdin is not None
         self.process.stdin.close()
+        self.process.terminate()  # it may still wait for a server to be ready; servers end with their owner
         self.process.wait(60)
         self._temporary.cleanup()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait for servers come last."""
-    items.sort(key=lambda item: item.get_closest_marker("engine") is not None)
+    """Tests that wait for servers come last, and have the time that servers need."""
+    waiting = [item for item in items if item.get_closest_marker("engine") is not None]
+    for item in waiting:
+        item.add_marker(pytest.mark.timeout(READY_WITHIN))
+    items.sort(key=waiting.__contains__)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -19,6 +14,7 @@ from skyenv.core import Engine, SandboxProvider
 from skyenv.engines.control import PauseMode, control_of
 from skyenv.engines.openai import OpenAIEngine
 from skyenv.engines.pool import EnginePool
+from skyenv.engines.starting import RunningServer, started
 from skyenv.formats.contract import Format, Parsed
 from skyenv.renderer import Renderer
 from skyenv.trajectory_io import append_trajectories, read_trajectories
@@ -26,6 +22,7 @@ from skyenv.types import FinishReason, Limits, Message, SamplingParams, ToolCall
 from skyenv.vector.pipeline import RolloutPipeline
 from tests.conftest import RealServer
 from tests.engines.models import logprobs_here, renderer_of, save_model
+from tests.engines.serve import spec
 from tests.engines.test_servers import running
 
 pytestmark = pytest.mark.engine
@@ -172,32 +169,28 @@ def contiguous(places: list[int]) -> list[list[int]]:
     return runs
 
 
-@contextmanager
-def served(model: Path) -> Iterator[tuple[str, int]]:
-    """A second server of the same weights in a process of its own, without a server's start-up time: URL and pid."""
-    command = [sys.executable, "-m", "sky_trainer.cli", "serve-engine", str(model), "--port", "0", "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        try:
-            assert process.stdout is not None
-            line = next(line for line in process.stdout if "http://" in line)
-            yield line.split()[-1].strip(), process.pid
-        finally:
-            process.kill()
+@pytest.fixture
+def doomed(vllm: RealServer, tmp_path: Path) -> Iterator[RunningServer]:
+    """A second vLLM of the same weights, to be killed."""
+    with started(spec("vllm", vllm.model), tmp_path / "second.log") as server:
+        yield server
 
 
-async def test_trajectories_go_on_at_another_server_when_theirs_is_killed(vllm: RealServer) -> None:
-    with served(vllm.model) as (url, pid):
-        async with EnginePool([OpenAIEngine(url, retry_for=0.0), vllm.engine(retry_for=0.0)]) as pool:
+async def test_trajectories_go_on_at_another_server_when_theirs_is_killed(
+    vllm: RealServer, doomed: RunningServer
+) -> None:
+    first = OpenAIEngine(doomed.url, flavour="vllm", retry_for=0.0)
+    async with EnginePool([first, vllm.engine(retry_for=0.0)]) as pool:
 
-            async def kill_when_busy() -> None:
-                while pool.stats[0].answered < 1 or not pool.stats[0].requests:
-                    await anyio.sleep(0.001)
-                os.kill(pid, signal.SIGKILL)
+        async def kill_when_busy() -> None:
+            while pool.stats[0].answered < 1 or not pool.stats[0].requests:
+                await anyio.sleep(0.001)
+            doomed.kill()
 
-            async with anyio.create_task_group() as group:
-                group.start_soon(kill_when_busy)
-                found = await collected(pool, babbling(vllm.model))
-            killed, survivor = pool.stats
+        async with anyio.create_task_group() as group:
+            group.start_soon(kill_when_busy)
+            found = await collected(pool, babbling(vllm.model))
+        killed, survivor = pool.stats
     assert (killed.up, survivor.up) == (False, True)
     assert killed.answered >= 1
     assert killed.lost >= 1
