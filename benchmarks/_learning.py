@@ -1,4 +1,4 @@
-"""Learning curves of several seeds as a picture: the mean as a line, what lies between the seeds as a band."""
+"""Learning curves as a picture: a panel a variant, a thin line a seed, their mean thick."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-SMOOTH = 5
+SMOOTH, COLUMNS = 5, 4
+COLOURS = ("#1b6ca8", "#b3541e")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +36,48 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
 
 
-def draw(path: Path, curves: Mapping[str, Sequence[Curve]], panels: Sequence[Sequence[str]]) -> None:
-    """One panel beside the other, each with the variants named for it."""
+def draw(path: Path, curves: Mapping[str, Sequence[Curve]], parts: Mapping[str, Sequence[str]], beside: str) -> None:
+    """Rows of panels, each part's after its heading; the mean of `beside` is dashed in every other panel.
+
+    The background is opaque, so that the picture can be read on pages of any colour.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")
     mpl.rcParams["svg.hashsalt"] = "learning"  # the same picture is the same file
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4), sharey=True, squeeze=False)
-    for axis, names in zip(axes[0], panels, strict=True):
-        for name in names:
-            runs = [smooth(curve.solved) for curve in curves[name]]
-            steps = range(1, min(map(len, runs)) + 1)
-            columns = list(zip(*runs, strict=False))
-            (line,) = axis.plot(steps, [statistics.fmean(c) for c in columns], label=f"{name} ({len(runs)} seeds)")
-            axis.fill_between(
-                steps, [min(c) for c in columns], [max(c) for c in columns], alpha=0.12, color=line.get_color()
-            )
-        axis.set_xlabel("optimizer step")
-        axis.set_ylim(0, 1)
-        axis.legend(fontsize=8, loc="lower right")
-    axes[0][0].set_ylabel(f"share solved, mean of {SMOOTH} steps")
-    figure.tight_layout()
+    heights = [-(-len(names) // COLUMNS) for names in parts.values()]
+    size = (2.5 * COLUMNS, 1.8 * sum(heights) + 0.3 * len(heights))
+    figure = plt.figure(figsize=size, facecolor="white", layout="constrained")
+    subfigures = figure.subfigures(len(parts), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, heading, rows, colour in zip(subfigures, parts, heights, COLOURS, strict=False):
+        part.suptitle(heading, x=0.01, ha="left", fontsize=10, fontweight="bold")
+        axes = list(part.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat)
+        for axis, name in zip(axes, parts[heading], strict=False):
+            if name != beside and beside in curves:
+                axis.plot(*mean(curves[beside]), color="#777777", linestyle="--", linewidth=1)
+            panel(axis, name, curves[name], colour)
+        for axis in axes[len(parts[heading]) :]:
+            axis.set_visible(False)
+    figure.supxlabel(f"optimizer step; share of rollouts solved, mean of {SMOOTH} steps", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def panel(axis: Any, name: str, runs: Sequence[Curve], colour: str) -> None:
+    """One variant's seeds and their mean."""
+    for curve in runs:
+        smoothed = smooth(curve.solved)
+        axis.plot(range(1, len(smoothed) + 1), smoothed, color=colour, alpha=0.4, linewidth=0.9)
+    axis.plot(*mean(runs), color=colour, linewidth=2)
+    axis.set_title(f"{name} ({len(runs)} {'seed' if len(runs) == 1 else 'seeds'})", fontsize=9)
+    axis.set_ylim(0, 1)
+    axis.grid(alpha=0.25)
+    axis.tick_params(labelsize=8, labelbottom=True)
+
+
+def mean(runs: Sequence[Curve]) -> tuple[list[int], list[float]]:
+    """Steps, and the smoothed share solved at each, over the seeds."""
+    columns = list(zip(*(smooth(curve.solved) for curve in runs), strict=False))
+    return list(range(1, len(columns) + 1)), [statistics.fmean(column) for column in columns]

@@ -92,8 +92,9 @@ def main() -> None:
     curves = {name: [c for s in options.seeds if (c := read(options.out / f"{name}-{s}"))] for name in VARIANTS}
     curves = {name: found for name, found in curves.items() if found}
     if options.plot and curves:
-        panels = [[name for name in part if name in curves] for part in (PATHS, {"sync": None, **ABLATIONS})]
-        draw(options.plot, curves, [panel for panel in panels if panel])
+        parts = {"Must learn (dashed: sync)": PATHS, "Ablations (dashed: sync)": ABLATIONS}
+        shown = {title: found for title, part in parts.items() if (found := [name for name in part if name in curves])}
+        draw(options.plot, curves, shown, "sync")
     report({name: summary(found) for name, found in curves.items()}, options.json)
 
 
