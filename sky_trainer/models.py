@@ -52,18 +52,5 @@ def on_best_device(model: Any) -> Any:
     return model.to("cuda") if torch.cuda.is_available() else model
 
 
-def _merged(model: Any) -> Any:
-    """A model that transformers loaded with an adapter inside, as a plain one, all of it to be trained."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, BaseTunerLayer):
-            layer.merge()
-            model.set_submodule(name, layer.get_base_layer())
-    model._hf_peft_config_loaded = False
-    del model.peft_config
-    return model.requires_grad_(True)
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
