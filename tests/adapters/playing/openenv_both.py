@@ -25,7 +25,7 @@ from skyenv.errors import SkyEnvError
 from skyenv.rollout import byte_renderer
 from skyenv.types import Limits, ToolCall, Trajectory
 from tests.adapters import policies
-from tests.adapters.playing.openenv import running
+from tests.adapters.playing.serving import running
 
 Scenario = Callable[[str], Awaitable[Any]]
 LIMITS = Limits(max_turns=3, max_tokens_per_turn=512, max_context=1 << 16)
