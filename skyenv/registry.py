@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from skyenv.adapters.openenv_client import OpenEnvEnv
     from skyenv.envs.agent.env import AgentEnv
     from skyenv.envs.swe.env import SWEEnv
+    from skyenv.envs.terminal.env import TerminalEnv
     from skyenv.vector.vector_env import SkyVectorEnv
 
 
@@ -38,6 +39,7 @@ ENVIRONMENTS: Mapping[str, Registration] = MappingProxyType(
     {
         "SkyRL/SWE-v0": Registration("skyenv.registry:make_swe", "skyenv.registry:make_swe_vector"),
         "SkyRL/Agent-v0": Registration("skyenv.registry:make_agent", ""),
+        "SkyRL/Terminal-v0": Registration("skyenv.registry:make_terminal", "skyenv.registry:make_terminal_vector"),
         "SkyRL/OpenEnv-v0": Registration("skyenv.registry:make_openenv", ""),
     }
 )
@@ -116,6 +118,17 @@ def make_agent(*, sandbox: str | SandboxProvider | None = None, token: str | Non
     return AgentEnv(sandbox=provider, **kwargs)
 
 
+def make_terminal(
+    *, sandbox: str | SandboxProvider | None = None, token: str | None = None, **kwargs: Any
+) -> TerminalEnv:
+    """Make a `TerminalEnv`; `sandbox` as for `make_swe`."""
+    from skyenv.envs.terminal.env import TerminalEnv
+
+    _check_terminal(kwargs, _TERMINAL_KEYWORDS)
+    provider = sandbox if sandbox is not None and not isinstance(sandbox, str) else _opener(sandbox, token)
+    return TerminalEnv(sandbox=provider, **kwargs)
+
+
 def make_openenv(url: str, **kwargs: Any) -> OpenEnvEnv:
     """Make an `OpenEnvEnv`, an OpenEnv environment that runs at `url`."""
     try:
@@ -129,29 +142,48 @@ def make_openenv(url: str, **kwargs: Any) -> OpenEnvEnv:
     return OpenEnvEnv(url, **kwargs)
 
 
-def make_swe_vector(
-    *, num_envs: int = 1, sandbox: str | None = None, token: str | None = None, **kwargs: Any
-) -> SkyVectorEnv:
+def make_swe_vector(**kwargs: Any) -> SkyVectorEnv:
     """Make `num_envs` SWE environments that step at the same time and share one connection to a node server.
 
     Takes the arguments of `make_swe` and `autoreset_mode` of `SkyVectorEnv`.
     """
     from skyenv.envs.swe.env import SWEEnv
+
+    return _make_vector(SWEEnv, _SWE_KEYWORDS, **{"tasks": "builtin", **kwargs})
+
+
+def make_terminal_vector(**kwargs: Any) -> SkyVectorEnv:
+    """Make `num_envs` terminal environments, as `make_swe_vector` does."""
+    from skyenv.envs.terminal.env import TerminalEnv
+
+    _check_terminal(kwargs, (*_TERMINAL_KEYWORDS, "num_envs", "autoreset_mode"))
+    return _make_vector(TerminalEnv, _TERMINAL_KEYWORDS, **kwargs)
+
+
+def _make_vector(
+    kind: type[SWEEnv],
+    known: Sequence[str],
+    *,
+    num_envs: int = 1,
+    sandbox: str | None = None,
+    token: str | None = None,
+    **kwargs: Any,
+) -> SkyVectorEnv:
     from skyenv.envs.swe.environment import Environments
     from skyenv.envs.swe.loading import load_tasks
     from skyenv.vector.vector_env import SkyVectorEnv
 
     if sandbox is not None and not isinstance(sandbox, str):
         raise ConfigError("sandbox: a vector environment opens its own connection; give a URL or None")
-    _check_keywords(kwargs, (*_SWE_KEYWORDS, "autoreset_mode"))
+    _check_keywords(kwargs, (*known, "autoreset_mode"))
     autoreset_mode = kwargs.pop("autoreset_mode", None)
-    kwargs["tasks"] = load_tasks(kwargs.get("tasks", "builtin"))
-    spaces = SWEEnv(**kwargs)
+    kwargs["tasks"] = load_tasks(kwargs["tasks"])
+    spaces = kind(**kwargs)
 
     @asynccontextmanager
     async def connected() -> AsyncIterator[Callable[[], SWEEnv]]:
         async with _opener(sandbox, token)() as provider:
-            yield partial(SWEEnv, sandbox=provider, **kwargs)
+            yield partial(kind, sandbox=provider, **kwargs)
             await Environments.of(provider).aclose()
 
     return SkyVectorEnv(
@@ -164,6 +196,13 @@ def make_swe_vector(
 
 
 _SWE_KEYWORDS = ("tasks", "max_turns", "observation_max_chars", "reward", "prompt", "tools", "render_mode")
+_TERMINAL_KEYWORDS = (*_SWE_KEYWORDS, "image", "network")
+
+
+def _check_terminal(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    _check_keywords(given, known)
+    if "tasks" not in given:
+        raise ConfigError("tasks: SkyRL/Terminal-v0 needs task folders of Harbor or terminal-bench")
 
 
 def _check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from skyenv.recorder.wire import (
     Answer,
     Event,
+    NamedEvent,
     Refused,
     Request,
     bad,
@@ -66,7 +67,7 @@ class Anthropic:
         for name, data in self._events(answer):
             yield name, {"type": name, **data}
 
-    def _events(self, answer: Answer) -> Iterator[Event]:
+    def _events(self, answer: Answer) -> Iterator[NamedEvent]:
         usage = {"input_tokens": answer.prompt_tokens, "output_tokens": 0}
         begun = {**_head(answer), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield "message_start", {"message": begun}

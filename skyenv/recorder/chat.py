@@ -60,7 +60,7 @@ class Chat:
         return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[Event]:
-        """Role, content, calls, finish and usage, a chunk each, and no `[DONE]`: the server ends the stream."""
+        """Role, content, calls, finish and usage, a chunk each, and a last event that says so."""
         head = _head(answer, "chat.completion.chunk")
 
         def chunk(delta: Mapping[str, Any], finish: str | None = None) -> Event:
@@ -73,6 +73,7 @@ class Chat:
             yield chunk({"tool_calls": [{"index": index, **_call(call)}]})
         yield chunk({}, _FINISH[answer.finish])
         yield "", {**head, "choices": [], "usage": _usage(answer)}
+        yield "", "[DONE]"
 
     def error(self, refused: Refused) -> dict[str, Any]:
         """As OpenAI writes it."""

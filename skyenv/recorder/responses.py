@@ -9,6 +9,7 @@ from typing import Any
 from skyenv.recorder.wire import (
     Answer,
     Event,
+    NamedEvent,
     Refused,
     Request,
     bad,
@@ -64,7 +65,7 @@ class Responses:
         for number, (name, data) in enumerate(self._events(answer)):
             yield name, {"type": name, "sequence_number": number, **data}
 
-    def _events(self, answer: Answer) -> Iterator[Event]:
+    def _events(self, answer: Answer) -> Iterator[NamedEvent]:
         started = _response(answer, "in_progress", [])
         yield "response.created", {"response": started}
         yield "response.in_progress", {"response": started}
@@ -137,7 +138,7 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
     return items
 
 
-def _text_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[Event]:
+def _text_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[NamedEvent]:
     place = {**place, "content_index": 0}
     part = item["content"][0]
     yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
@@ -146,7 +147,7 @@ def _text_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[
     yield "response.content_part.done", {**place, "part": part}
 
 
-def _call_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[Event]:
+def _call_events(item: Mapping[str, Any], place: Mapping[str, Any]) -> Iterator[NamedEvent]:
     yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
     yield "response.function_call_arguments.done", {**place, "arguments": item["arguments"], "name": item["name"]}
 

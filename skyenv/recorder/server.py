@@ -142,13 +142,8 @@ class _Endpoint:
         if answer is None:
             return Response(status_code=HUNG_UP)
         if asked.stream:
-            return StreamingResponse(self._stream(answer), media_type="text/event-stream")
+            return StreamingResponse(encode(self._dialect.events(answer)), media_type="text/event-stream")
         return JSONResponse(self._dialect.write(answer))
-
-    def _stream(self, answer: Answer) -> Iterator[bytes]:
-        yield from encode(self._dialect.events(answer))
-        if isinstance(self._dialect, Chat):
-            yield b"data: [DONE]\n\n"
 
 
 class _Counting(_Endpoint):

@@ -10,8 +10,9 @@ from typing import Any, Literal, Protocol
 from skyenv.types import Message, NativeCall, ToolSpec
 
 Finish = Literal["stop", "length", "calls"]
-Event = tuple[str, Mapping[str, Any]]
-"""Name and data of one server-sent event."""
+NamedEvent = tuple[str, Mapping[str, Any]]
+Event = tuple[str, Mapping[str, Any] | str]
+"""Name and data of one server-sent event; text is sent as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,4 +148,5 @@ def encode(events: Iterator[Event]) -> Iterator[bytes]:
     """Server-sent events as bytes."""
     for name, data in events:
         head = f"event: {name}\n" if name else ""
-        yield f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "backslashreplace")
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+        yield f"{head}data: {text}\n\n".encode("utf-8", "backslashreplace")

@@ -11,7 +11,7 @@ from typing import Any
 
 import anyio
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyenv.engines.scripted import ScriptedEngine
@@ -168,7 +168,7 @@ def test_a_step_counts_anew_and_pauses_between_runs_count_for_nothing() -> None:
     assert nothing == {}
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.floats(0, 5), st.floats(0, 3), st.floats(0, 4)), min_size=1, max_size=8),
     st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6),
@@ -197,7 +197,6 @@ def test_slot_seconds_are_the_trajectories_own(times: list[Any], init: int, run:
         assert 1 <= numbers["sandboxes/live_max"] <= live
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)).filter(lambda pair: pair[1] <= pair[0]), max_size=5))
 def test_pass_rates_rise_with_k_and_begin_with_the_mean(pairs: list[tuple[int, int]]) -> None:
     found = passes(Counter(pairs))

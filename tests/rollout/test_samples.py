@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyenv.errors import ConfigError
@@ -31,7 +31,6 @@ def rows(segments: list[Segment], mode: Mode) -> Any:
     return rows_from([TrajectoryGroup("task", 0, [played])], RowRules(0, mode=mode))
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(segments(), min_size=1, max_size=3), st.sampled_from(["segment", "turn"]))
 def test_every_sampled_id_is_learnt_once_in_order(parts: list[Segment], mode: Mode) -> None:
     found = rows(parts, mode)
@@ -51,7 +50,6 @@ def test_every_sampled_id_is_learnt_once_in_order(parts: list[Segment], mode: Mo
         assert found[0].first_turn == 0
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(segments())
 def test_turns_recorded_one_by_one_merge_into_the_whole(segment: Segment) -> None:
     """A recorder that keeps prompt and completion of each call, as a proxy in front of a server does."""

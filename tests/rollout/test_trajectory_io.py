@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skyenv.errors import ConfigError
@@ -65,7 +65,6 @@ trajectories = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(trajectories)
 def test_round_trip(trajectory: Trajectory) -> None:
     line = json.dumps(trajectory_to_json(trajectory), ensure_ascii=False)

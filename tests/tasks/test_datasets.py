@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -173,10 +174,45 @@ def test_harbor(tmp_path: Path) -> None:
     assert (task.runner, task.repo_path, task.timeout) == ("harbor", "/srv/greet", 90.0)
     assert task.environment == Environment(image="acme/greet:1", limits={"memory_bytes": 512 << 20, "cpus": 1.0})
     assert task.reference == SolutionScript("solution")
+    assert (task.agent_timeout, task.verifier, task.files) == (600.0, None, "")
     assert task.whole_machine
     assert load_tasks(tmp_path / "set" / "greet")[0].task_id == "greet"
     write_harbor(tmp_path / "built" / "Greet", **{"task.toml": "[environment]\n"})
     assert load_tasks(tmp_path / "built")[0].environment.image == "hb__greet"
+
+
+def test_harbor_with_a_verifier_of_its_own(tmp_path: Path) -> None:
+    toml = """artifacts = ["/srv/greet/out/", {source = "/srv/result.txt"}]
+[environment]
+memory = "2G"
+allow_internet = true
+[environment.env]
+MODE = "${MODE:-quiet}"
+[verifier]
+environment_mode = "separate"
+[verifier.env]
+NAME = "it's"
+"""
+    files = {"task.toml": toml, "tests__Dockerfile": "FROM debian\nCOPY . /tests/\n"}
+    (task,) = load_tasks(write_harbor(tmp_path / "Greet", **files))
+    assert task.artifacts == ("/srv/greet/out", "/srv/result.txt")
+    expected = Environment(image="hb__greet", env={"MODE": "quiet"}, limits={"memory_bytes": 2 << 30}, network=True)
+    assert task.environment == expected
+    assert task.environment.spec == {"memory_bytes": 2 << 30, "network": "host"}
+    assert task.verifier == dataclasses.replace(expected, image="hb__greet__verifier")
+    assert task.command == """export NAME='it'"'"'s' && chmod +x /tests/test.sh && /tests/test.sh"""
+    (task,) = load_tasks(write_harbor(tmp_path / "greet", **{**files, "tests__Dockerfile": None}))
+    assert task.verifier == task.environment
+    own = toml + '[verifier.environment]\ndocker_image = "acme/judge"\nmemory_mb = 512\n'
+    (task,) = load_tasks(write_harbor(tmp_path / "greet", **{"task.toml": own}))
+    assert task.verifier == Environment(image="acme/judge", limits={"memory_bytes": 512 << 20}, network=True)
+
+
+def test_harbor_without_an_image(tmp_path: Path) -> None:
+    files = {"task.toml": "", "environment__Dockerfile": None, "environment__data.csv": "1\n"}
+    (task,) = load_tasks(write_harbor(tmp_path / "greet", **files))
+    assert (task.environment.image, task.repo_path, task.files) == (None, "/app", "environment")
+    assert (task.timeout, task.agent_timeout) == (600.0, None)
 
 
 def test_terminal_bench(tmp_path: Path) -> None:
@@ -186,7 +222,8 @@ def test_terminal_bench(tmp_path: Path) -> None:
     assert (task.timeout, task.repo_path) == (60.0, "/app")
     assert task.environment.image == "tb__greet__client"
     assert "it'\\''s run" in task.command
-    assert task.reference == SolutionScript(".", "solution.sh")
+    assert task.reference == SolutionScript(".", "solution.sh", place="/oracle")
+    assert task.agent_timeout == 360.0
 
 
 def test_task_repository_of_swe_bench_5(tmp_path: Path) -> None:
@@ -363,12 +400,31 @@ FOLDERS: dict[str, tuple[Callable[..., Path], dict[str, str | None], str]] = {
     "harbor: no instruction": (write_harbor, {"instruction.md": None}, r"instruction\.md: is missing"),
     "harbor: no verifier": (write_harbor, {"tests__test.sh": None}, r"tests/test\.sh: is missing"),
     "harbor: not TOML": (write_harbor, {"task.toml": "= 1"}, "not valid TOML"),
-    "harbor: no image": (
-        write_harbor, {"task.toml": "", "environment__Dockerfile": None}, r"environment\.docker_image: is missing",
-    ),
-    "harbor: network": (
-        write_harbor, {"task.toml": '[environment]\nnetwork_mode = "public"\n'}, "network_mode: 'public'",
-    ),
+    **{
+        f"harbor: {message}": (write_harbor, {"task.toml": toml}, message)
+        for message, toml in {
+            r"environment\.network_mode: 'allowlist'": '[environment]\nnetwork_mode = "allowlist"\n',
+            r"verifier\.network_mode": '[verifier]\nnetwork_mode = "public"\n',
+            r"steps: several": '[[steps]]\nname = "one"\n',
+            r"environment\.os: ": '[environment]\nos = "windows"\n',
+            r"environment\.gpus: ": "[environment]\ngpus = 1\n",
+            r"environment\.mcp_servers: ": '[[environment.mcp_servers]]\nname = "x"\n',
+            r"environment\.healthcheck: ": '[environment.healthcheck]\ncommand = "true"\n',
+            r"environment\.env: \$\{HOME\}": '[environment.env]\nWHERE = "${HOME}"\n',
+            r"environment\.docker_image: must be a text": "[environment]\ndocker_image = 3\n",
+            r"agent\.timeout_sec: must be a number": "[agent]\ntimeout_sec = 0\n",
+            r"agent\.user: ": '[agent]\nuser = "dev"\n',
+            r"verifier\.collect: ": '[[verifier.collect]]\ncommand = "true"\n',
+            r"verifier\.environment_mode: ": '[verifier]\nenvironment_mode = "shared"\nenvironment = {cpus = 1}\n',
+            r"artifacts: must be a list": 'artifacts = "/app"\n',
+            r"artifacts\[1\]\.source: ": 'artifacts = ["/app", "out"]\n',
+            r"artifacts\[0\]\.exclude: ": 'artifacts = [{source = "/app", exclude = ["*.o"]}]\n',
+            r"artifacts\[0\]: paths: unknown field": 'artifacts = [{paths = "/app"}]\n',
+            r"solution: must be a table": "solution = 1\n",
+            r"verifier\.env: must be a table": "[verifier]\nenv = 1\n",
+        }.items()
+    },
+    "harbor: services": (write_harbor, {"environment__docker-compose.yaml": "services:\n"}, r"docker-compose\.yaml: "),
     "harbor: timeout": (write_harbor, {"task.toml": "[verifier]\ntimeout_sec = 'long'\n"}, r"verifier\.timeout_sec"),
     "harbor: memory": (write_harbor, {"task.toml": "[environment]\nmemory_mb = 1\n"}, r"environment\.memory_mb"),
     "terminal-bench: no tests": (write_terminal_bench, {"tests__test_outputs.py": None}, "tests: is missing"),

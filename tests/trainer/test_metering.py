@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 from anyio import to_thread
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -179,7 +179,6 @@ requests = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(requests, st.integers(1, 50))
 def test_the_area_below_the_curve_is_the_time_that_requests_took(spans: Any, parts: int) -> None:
     edges = [15 * place / parts for place in range(parts + 1)]

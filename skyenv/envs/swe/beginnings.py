@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from skyenv.core import Beginning, Sandbox
-from skyenv.envs.swe.environment import Environments, enter_directory, start_repository
+from skyenv.envs.swe.environment import Environments, enter_directory, start_machine, start_repository
 from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import ConfigError, EnvError, SandboxError, SandboxLost, SandboxUnavailable
 
@@ -35,7 +35,7 @@ async def agent_sandbox(
         if box is None:
             box = await stack.enter_async_context(environments.open(task))
             if task.whole_machine:
-                await enter_directory(box, task.repo_path)
+                await start_machine(box, task.repo_path)
             else:
                 await start_repository(box, task.repo_path)
             if beginning is not None and beginning.wanted:

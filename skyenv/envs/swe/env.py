@@ -123,7 +123,7 @@ class SWEEnv(ToolEnv[SweTask]):
     ) -> tuple[float | None, dict[str, Any]]:
         if sandbox is None:
             raise EnvError("the agent's sandbox is gone, and its work with it")
-        verdict = await grade_machine(task, sandbox, environments)
+        verdict = await grade_machine(task, sandbox, environments, self.free)
         await self.free()
         return self._rewarded(task, verdict)
 

@@ -29,7 +29,8 @@ from anyio import to_thread
 from skyenv.core import Sandbox, SandboxProvider, WarmProvider
 from skyenv.envs.swe.images import clean_image
 from skyenv.envs.swe.patches import patched_files, read_patch
-from skyenv.envs.swe.sources import ImageSource, Tree, default_cache, fetch_tree, select, tree_to_tar
+from skyenv.envs.swe.runners.harbor import AGENT_LOGS, ARTIFACTS, LOGS
+from skyenv.envs.swe.sources import DirectorySource, ImageSource, Tree, default_cache, fetch_tree, select, tree_to_tar
 from skyenv.envs.swe.tasks import Environment, SourceFiles, SweTask
 from skyenv.envs.swe.wheels import THIS_PYTHON, fetch_wheels
 from skyenv.errors import ConfigError, SandboxError
@@ -143,13 +144,20 @@ class Environments:
                 tests, removed = await to_thread.run_sync(patched_files, source, data, f"{task.task_id}: tests")
                 return TaskFiles(source, archive, tests, removed)
 
+    async def _machine_files(self, task: SweTask) -> bytes:
+        """What lies in the working directory at the beginning, packed."""
+        if not task.files:
+            return b""
+        tree = await fetch_tree(DirectorySource(task.files), base=task.base, cache=self.cache)
+        return await to_thread.run_sync(tree_to_tar, tree)
+
     @asynccontextmanager
     async def open(self, task: SweTask, **spec: Any) -> AsyncIterator[Sandbox]:
         """Open a sandbox with the environment and the pristine source of `task`, and no repository.
 
         Raises SandboxError; ConfigError when the set-up of the environment fails.
         """
-        archive = b"" if task.whole_machine else (await self.files(task)).archive
+        archive = await self._machine_files(task) if task.whole_machine else (await self.files(task)).archive
         prepared = await self._prepare(task)
         async with self._sandbox(task, prepared, prepared.snapshot, spec) as box:
             if archive:
@@ -169,8 +177,8 @@ class Environments:
     ) -> AbstractAsyncContextManager[Sandbox]:
         environment = task.environment
         variables = prepared.variables(environment)
-        limits = {**environment.limits, **spec}
-        return self.provider.sandbox(environment.image, snapshot=snapshot, env=variables, **limits)
+        wanted = {**environment.spec, **spec}
+        return self.provider.sandbox(environment.image, snapshot=snapshot, env=variables, **wanted)
 
     async def prefetch(self, tasks: Sequence[SweTask], count: int) -> None:
         """Fetch sources, prepare environments, and have `count` sandboxes of each task warm where the provider can.
@@ -190,9 +198,9 @@ class Environments:
             return
         for key, task in chosen.items():
             prepared, environment = await self._prepare(task), task.environment
-            variables, limits = prepared.variables(environment), dict(environment.limits)
+            variables, spec = prepared.variables(environment), environment.spec
             snapshot = prepared.snapshot
-            await provider.prefetch(environment.image, snapshot=snapshot, env=variables, count=wanted[key], **limits)
+            await provider.prefetch(environment.image, snapshot=snapshot, env=variables, count=wanted[key], **spec)
 
     async def forget(self, snapshot: str) -> None:
         """Delete a snapshot that was taken of a sandbox of this provider."""
@@ -231,8 +239,7 @@ class Environments:
             return _Prepared()
         python = environment.python or THIS_PYTHON
         wheels = {venv: await self._wheels(wanted, python) for venv, wanted in packages.items() if wanted}
-        limits: dict[str, Any] = dict(environment.limits)
-        async with self.provider.sandbox(environment.image, env=dict(environment.env), **limits) as box:
+        async with self.provider.sandbox(environment.image, env=dict(environment.env), **environment.spec) as box:
             path = None
             if wheels:
                 path = (await box.exec('printf %s "$PATH"')).output
@@ -309,6 +316,12 @@ async def start_repository(box: Sandbox, repo_path: str) -> None:
     result = await box.exec(f"{_GIT_INIT.format(repo=repo)} && cd {repo}", timeout=120.0)
     if result.exit_code:
         raise SandboxError(f"git in the sandbox failed with status {result.exit_code}: {result.output[-400:].strip()}")
+
+
+async def start_machine(box: Sandbox, path: str) -> None:
+    """Make the places that a task of the whole machine may count on, and stand in its directory."""
+    await box.exec(f"mkdir -p {AGENT_LOGS} {ARTIFACTS} {LOGS}")
+    await enter_directory(box, path)
 
 
 async def enter_directory(box: Sandbox, path: str) -> None:

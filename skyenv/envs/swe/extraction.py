@@ -56,18 +56,20 @@ async def read_work_tree(box: Sandbox, repo_path: str, base: Tree) -> WorkTree:
     return await to_thread.run_sync(compare, archive, base)
 
 
-async def download_bounded(box: Sandbox, path: str, max_bytes: int) -> bytes:
+async def download_bounded(
+    box: Sandbox, path: str, max_bytes: int, exclude: frozenset[str] = frozenset(EXCLUDED)
+) -> bytes:
     """Download a tree without what git and caches keep. `SandboxPathError` with EFBIG when its files are larger.
 
     Sizes are looked at first, so that a huge or sparse file costs nothing; nothing may run in `box` meanwhile.
     """
     left = max_bytes
     for entry in await box.list_dir(path, depth=MAX_DEPTH):
-        if entry.kind == "file" and not EXCLUDED.intersection(entry.path.removeprefix(path).split("/")):
+        if entry.kind == "file" and not exclude.intersection(entry.path.removeprefix(path).split("/")):
             left -= entry.size
     if left < 0:
         raise SandboxPathError(errno.EFBIG, f"more than {max_bytes} bytes", path)
-    return await box.download(path, exclude=sorted(EXCLUDED))
+    return await box.download(path, exclude=sorted(exclude))
 
 
 def compare(archive: bytes, base: Tree) -> WorkTree:

@@ -1,8 +1,8 @@
 """What the agent is told: who it is, where the repository lies, what the issue says, how to go about it.
 
 Presets: `codeact` for models that can follow a procedure, `brief` for tiny ones, `agent` for programs that bring
-prompts of their own. Tool descriptions are not part of a
-prompt; the format of the model puts them there.
+prompts of their own, `terminal` for tasks that say everything themselves. Tool descriptions are not part of a prompt;
+the format of the model puts them there.
 """
 
 from __future__ import annotations
@@ -64,7 +64,21 @@ The repository in {repo} has this issue:
 
 Change the files of the repository, tests left aside, so that the issue is solved. There is no network.""",
 )
-PRESETS: Mapping[str, Preset] = MappingProxyType({"codeact": _CODEACT, "brief": _BRIEF, "agent": _AGENT})
+_TERMINAL = Preset(
+    system="""\
+You work on a Linux machine through tools, as root, until a task is done. Nobody answers questions.
+
+- Look around before you change things, and check your work before you finish.
+- When something fails, read the error, think of several causes, and check the likely ones first.
+- What counts is the state that the machine is left in. Call finish when the task is done.""",
+    task="""\
+{problem}
+
+The shell stands in {repo}.""",
+)
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {"codeact": _CODEACT, "brief": _BRIEF, "agent": _AGENT, "terminal": _TERMINAL}
+)
 
 
 def get_preset(name: str) -> Preset:

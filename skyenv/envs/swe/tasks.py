@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from skyenv.envs.swe.sources import ImageSource, Source
 
@@ -23,7 +23,8 @@ class Environment:
     source is there, `env` variables of every session, `image` a container image (None: the host's system
     directories), `python` the interpreter to make the virtual environment with, `activate` a shell command with which
     every session starts, `limits` what a sandbox may use, by the names that `SandboxProvider.sandbox` takes.
-    `agent_packages` go into a virtual environment of their own, whose programs come last on the `PATH`.
+    `agent_packages` go into a virtual environment of their own, whose programs come last on the `PATH`. `network`:
+    sandboxes get the network of their node's machine, where the node allows it.
     """
 
     packages: tuple[str, ...] = ()
@@ -34,6 +35,12 @@ class Environment:
     activate: str = ""
     limits: Mapping[str, float] = field(default_factory=dict)
     agent_packages: tuple[str, ...] = ()
+    network: bool = False
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What `SandboxProvider.sandbox` takes beside image, snapshot and variables."""
+        return {**self.limits, **({"network": "host"} if self.network else {})}
 
     @property
     def key(self) -> str:
@@ -68,10 +75,15 @@ class PatchFile:
 
 @dataclass(frozen=True, slots=True)
 class SolutionScript:
-    """A shell script that solves the task when it runs in `repo_path`; the directory's other files lie beside it."""
+    """A shell script that solves the task when it runs in `repo_path`, with `env`.
+
+    The directory's files lie at `place`, where scripts may look for each other.
+    """
 
     directory: str
     script: str = "solve.sh"
+    place: str = "/solution"
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +131,11 @@ class SweTask:
     test command, in which `{files}` stands for the graded test files (`test_files`, or those of `tests`); the runners
     `unittest` and `script` have none. `timeout` bounds it, in seconds. `hidden` are absolute paths of the image that
     no agent may see; `source_patch` is applied to an image's repository before anyone sees it. `script` are files of
-    the runner `script`. A task of the runner `harbor` is graded on the machine as the agent leaves it. `fix` and
-    `decoys` (wrong replacements for `fix.old`) are there for scripted solvers.
+    the runner `script`. `fix` and `decoys` (wrong replacements for `fix.old`) are there for scripted solvers.
+
+    A task of the runner `harbor` is graded on the machine as the agent leaves it; with a `verifier`, an environment of
+    its own, in a fresh sandbox of that, into which the `artifacts` (absolute paths) are carried. `files`, a folder
+    below `base`, lies in `repo_path` at the beginning. `agent_timeout` is the agent's time in seconds.
     """
 
     task_id: str
@@ -146,6 +161,10 @@ class SweTask:
     source_patch: PatchText | None = None
     script: Mapping[str, bytes] = field(default_factory=dict)
     record: Record | None = None
+    agent_timeout: float | None = None
+    verifier: Environment | None = None
+    artifacts: tuple[str, ...] = ()
+    files: str = ""
 
     @property
     def expected(self) -> tuple[str, ...]:
@@ -154,7 +173,7 @@ class SweTask:
 
     @property
     def whole_machine(self) -> bool:
-        """Whether what an agent leaves anywhere on the machine is graded, and not its changes to a repository."""
+        """Whether what an agent leaves on the machine is graded, and not its changes to a repository."""
         return self.runner == "harbor"
 
     @property
@@ -166,7 +185,7 @@ class SweTask:
     def digest(self) -> str:
         """Digest of everything in the row that grading depends on; fields that hold nothing make no difference."""
         fields = dataclasses.asdict(self)
-        for name in ("problem", "level", "base", "fix", "decoys", "record"):
+        for name in ("problem", "level", "base", "fix", "decoys", "record", "agent_timeout"):
             del fields[name]
         kinds = [type(part).__name__ for part in (self.source, self.tests, self.reference)]
         text = json.dumps([kinds, _filled(fields)], sort_keys=True)

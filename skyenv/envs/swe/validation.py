@@ -15,7 +15,7 @@ from typing import Any
 from anyio import to_thread
 
 from skyenv.core import SandboxProvider
-from skyenv.envs.swe.environment import Environments, enter_directory
+from skyenv.envs.swe.environment import Environments, start_machine
 from skyenv.envs.swe.grading import run_tests, try_patch
 from skyenv.envs.swe.machine import verify
 from skyenv.envs.swe.patches import read_patch, reversed_patch
@@ -25,7 +25,6 @@ from skyenv.envs.swe.verdict import Grade
 from skyenv.errors import ConfigError
 
 SOLUTION_SECONDS = 900.0
-_SOLUTION = "/oracle"
 _NETWORK = re.compile(
     r"Temporary failure in name resolution|Name or service not known|Network is unreachable|Could not resolve host"
     r"|Max retries exceeded|getaddrinfo|ConnectionRefusedError|ECONNREFUSED|ENOTFOUND|no such host"
@@ -121,18 +120,22 @@ async def _play(task: SweTask, environments: Environments, *, solve: bool) -> Gr
     """Grade a fresh machine, or one on which the solution ran."""
     grade = Grade(task)
     async with environments.open(task) as box:
-        await enter_directory(box, task.repo_path)
+        await start_machine(box, task.repo_path)
         if solve:
             if not isinstance(task.reference, SolutionScript):
                 raise ConfigError(f"{task.task_id}: reference: is missing; add a solution script to validate the task")
             place = task.base / task.reference.directory
             tree = await fetch_tree(DirectorySource(str(place)), base=task.base, cache=environments.cache)
-            await box.upload(_SOLUTION, await to_thread.run_sync(tree_to_tar, tree))
-            script = shlex.quote(f"{_SOLUTION}/{task.reference.script}")
-            result = await box.exec(f"bash {script}", timeout=SOLUTION_SECONDS)
+            await box.upload(task.reference.place, await to_thread.run_sync(tree_to_tar, tree))
+            result = await box.exec(_solve(task.reference), timeout=task.agent_timeout or SOLUTION_SECONDS)
             grade.output = result.output
         await verify(grade, box, environments)
     return grade
+
+
+def _solve(solution: SolutionScript) -> str:
+    exports = "".join(f"export {name}={shlex.quote(value)}; " for name, value in solution.env.items())
+    return f"({exports}bash {shlex.quote(f'{solution.place}/{solution.script}')})"
 
 
 def _seconds(grade: Grade) -> float:

@@ -28,7 +28,7 @@ def parse(row: Row) -> SweTask:
     for name in ("run-tests.sh", "tests"):
         if not (folder / name).exists():
             raise ConfigError(f"{row.where}: {name}: is missing; add it")
-    seconds = row.value("max_test_timeout_sec")
+    seconds, time = row.value("max_test_timeout_sec"), row.value("max_agent_timeout_sec")
     return SweTask(
         task_id=folder.name,
         problem=row.text("instruction"),
@@ -37,11 +37,12 @@ def parse(row: Row) -> SweTask:
         fail_to_pass=("reward",),
         runner="harbor",
         environment=Environment(image=f"tb__{folder.name}__client".lower()),
-        reference=SolutionScript(".", "solution.sh") if (folder / "solution.sh").is_file() else None,
+        reference=SolutionScript(".", "solution.sh", place="/oracle") if (folder / "solution.sh").is_file() else None,
         timeout=number(60.0 if seconds is None else seconds, row.at("max_test_timeout_sec"), 1, 86400),
         repo_path=dockerfile_workdir(folder / "Dockerfile") or "/app",
         base=folder,
         command=f"bash -c {_quoted(runner.read_bytes().decode('utf-8'))}",
+        agent_timeout=None if time is None else number(time, row.at("max_agent_timeout_sec"), 1, 7 * 86400),
         parser=parser_name(row.text("parser_name", default="pytest"), row.at("parser_name")),
     )
 

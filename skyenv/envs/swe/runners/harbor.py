@@ -1,8 +1,9 @@
 """A verifier script that leaves a reward in a file, as Harbor and terminal-bench tasks have it.
 
-It runs on the machine that the agent worked on, because what such tasks ask for may lie anywhere on it. Whatever the
-agent left where the reward or the tests go is removed first, and nothing of the agent's runs any more; programs that
-the agent replaced are not: such a reward is worth as much as the task's author made it.
+It runs on the machine that the agent worked on, because what such tasks ask for may lie anywhere on it, unless the
+task says otherwise. Whatever the agent left where the reward or the tests go is removed first, and nothing of the
+agent's runs any more; programs that the agent replaced are not: such a reward is worth as much as the task's author
+made it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from skyenv.errors import SandboxPathError
 from skyenv.types import ExecResult
 
 TESTS, LOGS = "/tests", "/logs/verifier"
+AGENT_LOGS, ARTIFACTS = "/logs/agent", "/logs/artifacts"
+RUN_TESTS = f"chmod +x {TESTS}/test.sh && {TESTS}/test.sh"
 MAX_BYTES = 1 << 20
 
 
@@ -38,8 +41,8 @@ class HarborRunner:
 
     def command(self, job: Job) -> str:
         """Run the verifier from the working directory."""
-        command = job.test_command or f"bash {TESTS}/test.sh"
-        return f"mkdir -p {LOGS} && cd {shlex.quote(job.repo_path)} && TEST_DIR={TESTS} {command}"
+        place = shlex.quote(job.repo_path)
+        return f"mkdir -p {LOGS} && cd {place} && export TEST_DIR={TESTS} && {job.test_command or RUN_TESTS}"
 
     async def report(self, job: Job, box: Sandbox, result: ExecResult) -> Report:
         """The reward, 1 or 0 when a log decides: all tests of it have to pass or be skipped."""
@@ -53,7 +56,7 @@ class HarborRunner:
 
 
 async def _read_reward(box: Sandbox) -> float | None:
-    for name, read in (("reward.txt", _number), ("reward.json", _from_json)):
+    for name, read in (("reward.json", _from_json), ("reward.txt", _number)):
         try:
             data = await box.read_file(f"{LOGS}/{name}", max_bytes=MAX_BYTES)
         except SandboxPathError:
