@@ -318,7 +318,9 @@ class _Intercepted:
             shown = (*self._env.prompt, *messages[self._prompt :])
             shown = (Message(shown[0].role, shown[0].content, tools=self._env.tools), *shown[1:])
         body = chat_body(Request(self._ctx.model, (), shown, sampling, ""))
-        kept = {name: body[name] for name in ("model", "messages", "max_tokens", "tools") if name in body}
+        kept: dict[str, Any] = {
+            name: body[name] for name in ("model", "messages", "max_tokens", "tools") if name in body
+        }
         if trained:
             kept["messages"] = [_wire(message) for message in shown]
         return kept

@@ -68,7 +68,7 @@ class SkyRenderer:
         self, messages: Sequence[Wire], *, tools: Sequence[Wire] | None = None, add_generation_prompt: bool = False
     ) -> list[int]:
         """The ids of `render`."""
-        return self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt).token_ids
+        return list(self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt).token_ids)
 
     def bridge_to_next_turn(
         self,
