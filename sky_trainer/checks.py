@@ -8,7 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,9 +45,11 @@ def installed_here() -> Installed | None:
     return read_installed()
 
 
-def run_checks(installed: Callable[[], Installed | None] = installed_here) -> list[Check]:
-    """Every check, the cheap ones first. `installed` reads what is installed."""
-    return [system(), *packages(installed()), sandboxes(), programs(), disk(), gpu(), docker()]
+def run_checks(installed: Callable[[], Installed | None] = installed_here, engines: Sequence[Path] = ()) -> list[Check]:
+    """Every check, the cheap ones first. `installed` reads what is installed, `engines` are servers' environments."""
+    here = installed()
+    servers = [engine(path, here) for path in engines] if here is not None else []
+    return [system(), *packages(here), *servers, sandboxes(), programs(), disk(), gpu(), docker()]
 
 
 def system() -> Check:
@@ -72,6 +74,21 @@ def packages(installed: Installed | None) -> list[Check]:
     fits = "packages, CUDA and driver fit each other" if not wrong else f"{len(wrong)} do not fit"
     lines = tuple(f"{what}: {fix}" for what, fix in wrong)
     return [*found, Check("versions", not wrong, fits, lines, required=True)]
+
+
+def engine(path: Path, installed: Installed) -> Check:
+    """An environment of inference servers: what is in it, and whether that fits itself, the driver and the trainer."""
+    from sky_trainer.versions import SERVERS, between, read_environment, server_mismatches
+
+    there = read_environment(path)
+    found = [f"{name} {there.versions[name]}" for name in (*SERVERS, "torch") if name in there.versions]
+    if not any(name in there.versions for name in SERVERS):
+        making = f"uv venv {path} && uv pip install --python {path} vllm"
+        return Check("engine", False, f"{path} holds no vLLM or SGLang", (f"make it: {making}",))
+    wrong = [*server_mismatches(there, path), *between(installed, there, str(path))]
+    cuda = f"CUDA {there.cuda}" if there.cuda else "no CUDA"
+    lines = tuple(f"{what}: {fix}" for what, fix in wrong)
+    return Check("engine", not wrong, f"{path}: {', '.join(found)}, {cuda}", lines)
 
 
 def sandboxes() -> Check:

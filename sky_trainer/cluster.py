@@ -20,10 +20,12 @@ from typing import Any
 
 from sky_trainer.config import Config, from_mapping, to_mapping
 from sky_trainer.environments import ensure_environment
+from sky_trainer.layout import Machine
 from sky_trainer.sections.ray import RayConfig
 from sky_trainer.sharding import worker_spec
 from sky_trainer.supervise import LOGS, EngineServers, Launched, server_specs
-from skyenv.errors import ConfigError, EngineUnavailable, SkyEnvError
+from skyenv.errors import ConfigError, EngineUnavailable, SkyEnvError, boundary
+from skyenv.vector.progress import OnEvent
 from skyenv.vector.ray import ray_pipeline
 from skyenv.vector.sharded import ShardedPipeline, ShardRules
 
@@ -77,12 +79,12 @@ class Cluster:
             _ray().wait([actor.stop.remote()], timeout=30.0)
             _ray().kill(actor)
 
-    def pipeline(self, config: Config, policy: str) -> ShardedPipeline:
+    def pipeline(self, config: Config, policy: str, on_event: OnEvent) -> ShardedPipeline:
         """Rollouts in the workers; open it on the portal. `config.engine` names the servers."""
         settings = config.ray
         options = _options(self.groups[WORKERS], settings.worker_cpus, 0.0, settings.worker_env, config)
         rules = ShardRules(shards=settings.workers, start_timeout=settings.start_timeout)
-        return ray_pipeline(worker_spec(config, policy), rules, options)
+        return ray_pipeline(worker_spec(config, policy), rules, options, on_event)
 
 
 class ServerActor:
@@ -171,6 +173,18 @@ def launch_on_ray(config: Config, address: str) -> dict[str, Any]:
             return _train(config, groups)
     finally:
         ray.shutdown()
+
+
+def machines_of(address: str) -> list[Machine]:
+    """What each node of the cluster at `address` has free of others' reservations. ConfigError when nobody answers."""
+    ray = _ray()
+    with boundary(ConfigError, f"no Ray cluster answers at {address}; start one, or name its head with --ray"):
+        ray.init(address=address, log_to_driver=False)
+    try:
+        free = ray._private.state.available_resources_per_node()
+    finally:
+        ray.shutdown()
+    return [Machine(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in free.values()]
 
 
 def _with_token(config: Config) -> Config:

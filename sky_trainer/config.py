@@ -170,6 +170,7 @@ class Config:
     """A whole run, written to the directory `out`. `micro_batch` rows go through the model at once; `cpu_threads` 0
     leaves torch's own choice; `resume` goes on from the newest checkpoint in `out`.
 
+    `sized_for` says on which GPUs it fits, as `--assume-gpu` takes them: 8xH100, or 2x8xH100 for two machines.
     With `stages` each has tasks of its own, `tasks` is not given, and `steps` is their sum unless fewer are asked for.
     Rollouts run up to `staleness` batches ahead of the one that is trained on; 0: none while the trainer steps.
     """
@@ -182,6 +183,7 @@ class Config:
     micro_batch: int = 8
     cpu_threads: int = 0
     resume: bool = True
+    sized_for: str = ""
     model: ModelConfig = field(default_factory=ModelConfig)
     tasks: TasksConfig = field(default_factory=TasksConfig)
     stages: tuple[StageConfig, ...] = ()

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from sky_trainer.readings import stage_table
 from skyenv.types import Trajectory
+from skyenv.vector.progress import PipelineEvent
 
 COLUMNS: dict[str, tuple[str, str]] = {
     "step": ("step", "{:.0f}"),
@@ -73,6 +74,11 @@ class Display:
         """Say how far the stage is; shown on a terminal only."""
         if self._interactive:
             self._stage = text
+
+    def event(self, event: PipelineEvent) -> None:
+        """Listen to a pipeline: how far its run is."""
+        now = event.progress
+        self.progress(f"rollouts {now.done}/{now.total}  init {now.init}  run {now.run}  eval {now.eval}")
 
     def trajectory(self, trajectory: Trajectory) -> None:
         """Count one ended rollout of the step that is being collected."""

@@ -8,8 +8,9 @@ says what to change and does not keep the others from running, except those that
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from anyio.from_thread import start_blocking_portal
@@ -18,8 +19,10 @@ import skyenv
 from sky_trainer.assembly import choose_tasks, make_format, make_renderer
 from sky_trainer.config import Config
 from sky_trainer.curriculum import Plan, make_plan
-from sky_trainer.feasible import disk_of, memory_of, precision_of, trainers
+from sky_trainer.environments import environment_of
+from sky_trainer.feasible import disk_of, memory_of, precision_of
 from sky_trainer.gpus import Gpus
+from sky_trainer.layout import Layout, Machine, layout_of
 from sky_trainer.memory import Shape, shape_of
 from sky_trainer.models import load_tokenizer
 from sky_trainer.rollouts import call, opened
@@ -48,6 +51,7 @@ class Finding:
 class _Built:
     """What the checks have made so far."""
 
+    layout: Layout
     args: Any = None
     plan: Plan | None = None
     model: Any = None
@@ -62,11 +66,20 @@ class _Needs(Exception):  # no error: another check failed
     """Which part is missing."""
 
 
-def dry_run(config: Config, gpus: Gpus, on_finding: Callable[[Finding], None] = lambda finding: None) -> list[Finding]:
-    """Run every check; `on_finding` hears of each as it ends. Raises nothing that a check can find."""
-    built = _Built()
+def dry_run(
+    config: Config,
+    gpus: Gpus,
+    on_finding: Callable[[Finding], None] = lambda finding: None,
+    machines: Sequence[Machine] | None = None,
+) -> list[Finding]:
+    """Run every check; `on_finding` hears of each as it ends. Raises nothing that a check can find.
+
+    `machines` are those of the cluster that the run is to be launched on, None for a run on this machine.
+    """
+    built = _Built(Layout(gpus, gpus.count))
     checks: list[tuple[str, Callable[[], str]]] = [
         ("gpus", lambda: gpus.describe()),
+        ("layout", lambda: _layout(config, gpus, machines, built)),
         ("algorithm", lambda: _algorithm(config, gpus, built)),
         ("tasks", lambda: _tasks(config, built)),
         ("model", lambda: _model(config, gpus, built)),
@@ -75,7 +88,7 @@ def dry_run(config: Config, gpus: Gpus, on_finding: Callable[[Finding], None] = 
         ("prompts", lambda: _prompts(config, built)),
         ("sandbox", lambda: _sandbox(config, built)),
         ("engine", lambda: _engine(config, gpus, built)),
-        ("memory", lambda: memory_of(config, gpus, *_sized(built), _longest(config, built))),
+        ("memory", lambda: memory_of(config, built.layout, *_sized(built), _longest(config, built))),
         ("precision", lambda: precision_of(config, _sized(built)[1])),
         ("disk", lambda: disk_of(config, gpus, *_sized(built))),
     ]
@@ -91,12 +104,18 @@ def dry_run(config: Config, gpus: Gpus, on_finding: Callable[[Finding], None] = 
     return built.findings
 
 
+def _layout(config: Config, gpus: Gpus, machines: Sequence[Machine] | None, built: _Built) -> str:
+    built.layout = layout_of(config, gpus, machines)
+    return built.layout.text
+
+
 def _algorithm(config: Config, gpus: Gpus, built: _Built) -> str:
     from sky_trainer import grpo
 
     without_probe = {"use_cpu": True} if gpus.kind == "assumed" else {}  # TRL asks for the GPU that is assumed
     built.args = args = grpo.grpo_config(dataclasses.replace(config, grpo={**config.grpo, **without_probe}))
-    at_once = config.micro_batch * trainers(config, gpus)
+    ranks = built.layout.training
+    at_once = config.micro_batch * ranks
     if config.rows_per_step % at_once:
         raise ConfigError(
             f"a step of {config.rows_per_step} rows is no multiple of micro_batch x GPUs, which is {at_once}; change"
@@ -105,7 +124,7 @@ def _algorithm(config: Config, gpus: Gpus, built: _Built) -> str:
     rollout = config.rollout
     return (
         f"{rollout.groups_per_step} tasks x {rollout.group_size} = {config.rows_per_step} rollouts a step,"
-        f" {config.rows_per_step // at_once} micro-batches on each of {trainers(config, gpus)}; loss {args.loss_type},"
+        f" {config.rows_per_step // at_once} micro-batches on each of {ranks}; loss {args.loss_type},"
         f" learning rate {args.learning_rate:g}, KL {args.beta:g}, temperature {rollout.temperature:g}"
     )
 
@@ -214,13 +233,23 @@ def _sandbox(config: Config, built: _Built) -> str:
 def _engine(config: Config, gpus: Gpus, built: _Built) -> str:
     if not config.engine.remote:
         return f"embedded, weights {config.engine.sync}"
-    if not config.engine.urls:
-        return f"{config.engine.kind}, started by the run itself and not asked for a token here"
+    if config.launch.servers:
+        return f"{config.launch.servers} x {config.engine.kind}, started by the run: {_servers(config, gpus)}"
     if built.renderer is None:
         raise _Needs("template")
     with start_blocking_portal() as portal:
         names = [call(portal, _ask, config, url, built.renderer) for url in config.engine.urls]
     return f"{len(names)} x {config.engine.kind} answered with ids and log probabilities: {', '.join(names)}"
+
+
+def _servers(config: Config, gpus: Gpus) -> str:
+    """From where servers are started. ConfigError when that is not there, or its packages do not fit."""
+    launch = config.launch
+    if launch.program == "transformers":
+        return "sky_trainer serve-engine of this environment"
+    if gpus.kind == "assumed":
+        return f"environment {launch.environment}, to be had where the GPUs are"
+    return environment_of(config.engine.kind, Path(launch.environment), launch.install, on_gpus=launch.device == "cuda")
 
 
 async def _ask(config: Config, url: str, renderer: Renderer) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sky_trainer.config import Config
 from sky_trainer.gpus import GIB, Gpus
+from sky_trainer.layout import Layout
 from sky_trainer.memory import TILES_CPU, TILES_GPU, Estimate, Load, Shape, estimate, serving
 from skyenv.errors import ConfigError
 
@@ -18,45 +19,56 @@ SMALL_STEP = 1e-4
 """Learning rates below this are lost on weights of 16 bits, which keep two to three digits."""
 
 
-def trainers(config: Config, gpus: Gpus) -> int:
-    """How many GPUs train: all that are told of, since servers are machines of their own."""
-    return gpus.count
-
-
-def memory_of(config: Config, gpus: Gpus, shape: Shape, args: Any, length: int) -> str:
+def memory_of(config: Config, layout: Layout, shape: Shape, args: Any, length: int) -> str:
     """What a GPU has to hold for rows of `length` tokens. ConfigError when it cannot, with what to change."""
-    load = load_of(config, gpus, args, length)
+    load, gpus = load_of(config, layout, args, length), layout.gpus
     needed = estimate(shape, load)
     total = needed.total if gpus.kind == "none" else needed.on_gpu
-    text = f"training {total / GIB:.1f} of {gpus.memory / GIB:.0f} GiB a GPU ({needed.describe()})"
-    if total > gpus.memory:
+    room = gpus.memory * (1 - layout.beside)
+    text = f"training {total / GIB:.1f} of {room / GIB:.0f} GiB a GPU ({needed.describe()})"
+    if total > room:
         raise ConfigError(f"{text}; {_advice(needed, load, config)}")
     if not config.engine.remote:
         return text
-    server = serving(shape, length, gpus.memory)
+    return f"{text}; {_serving(config, layout, shape, length)}"
+
+
+def _serving(config: Config, layout: Layout, shape: Shape, length: int) -> str:
+    """What a server holds, in the GPUs that it has or in the fewest that do."""
+    if config.launch.servers and not layout.serving:
+        return f"{config.launch.servers} server(s) on processors, which share the memory of their machines"
+    share, memory = layout.share, layout.gpus.memory
+    server = serving(shape, length, memory, max(layout.serving, 1), share)
     if not server.rows:
-        raise ConfigError(f"{text}; no server of such GPUs holds a row of {length} tokens; lower rollout.max_context")
+        raise ConfigError(f"no server of such GPUs holds a row of {length} tokens; lower rollout.max_context")
+    if layout.serving and server.gpus > layout.serving:
+        raise ConfigError(
+            f"{layout.serving} GPU(s), of which a server takes {share:.0%}, do not hold {server.weights / GIB:.1f} GiB"
+            f" of weights and a row of {length} tokens; give each server {server.gpus}, in launch.options and in"
+            " launch.gpus or ray.server_gpus"
+        )
+    needs = "has" if layout.serving else "needs"
     return (
-        f"{text}; a server needs {server.gpus} such GPU(s) for {server.weights / GIB:.1f} GiB of weights and then"
-        f" caches {server.rows} rollouts of full length; {config.rollout.concurrency} run at a time on"
-        f" {len(config.engine.urls)} server(s)"
+        f"a server {needs} {server.gpus} such GPU(s) for {server.weights / GIB:.1f} GiB of weights and then caches"
+        f" {server.rows} rollouts of full length; {config.rollout.concurrency} run at a time on"
+        f" {layout.servers or len(config.engine.urls)} server(s)"
     )
 
 
-def load_of(config: Config, gpus: Gpus, args: Any, length: int) -> Load:
+def load_of(config: Config, layout: Layout, args: Any, length: int) -> Load:
     """How the run trains its model, as far as memory goes. `args` are TRL's."""
     width = 4 if config.model.dtype == "float32" else 2
     optimizer = str(getattr(args.optim, "value", args.optim))
     return Load(
         width=width,
         mixed=bool(args.bf16 or args.fp16),
-        shards=trainers(config, gpus) if args.fsdp or args.deepspeed else 1,
+        shards=layout.training if args.fsdp or args.deepspeed else 1,
         reference=bool(args.beta) and not config.lora.rank,
         moments=2 if "8bit" in optimizer else 0 if "sgd" in optimizer else 2 * width,
         checkpointing=bool(args.gradient_checkpointing or (args.fsdp_config or {}).get("activation_checkpointing")),
         rows=config.micro_batch,
         length=length,
-        tiles=TILES_CPU if gpus.kind == "none" else TILES_GPU,
+        tiles=TILES_CPU if layout.gpus.kind == "none" else TILES_GPU,
         cached=0 if config.engine.remote else min(config.rollout.concurrency, MAX_BATCH),
         copies=1 if config.engine.sync == "copy" else 0,
     )

@@ -22,6 +22,7 @@ from sky_trainer.record import last_checkpoint
 from sky_trainer.sampling import shared_urls
 from sky_trainer.sections.lora import with_adapters
 from sky_trainer.starting import settled_policy
+from sky_trainer.supervise import PatientWeights
 from sky_trainer.weights import WeightSync
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.types import TrajectoryGroup
@@ -85,7 +86,7 @@ def _weights(config: Config, portal: Any, model: Any, tokenizer: Any) -> Iterato
         yield _Elsewhere()
         return
     with opened_engine(shared_urls(config), portal, model, make_renderer(tokenizer, config.rollout)) as (_, weights):
-        yield weights
+        yield PatientWeights(weights, lambda: False)
 
 
 def _never(tasks: Sequence[Any], group_size: int) -> list[TrajectoryGroup]:

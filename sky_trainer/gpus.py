@@ -26,32 +26,42 @@ TYPES = MappingProxyType(
     }
 )
 """Memory of an accelerator by its name, in 10^9 bytes."""
-_ASSUMED = re.compile(r"(?:(\d+)x?)?([A-Za-z][\w-]*)?")
+_ASSUMED = re.compile(r"(?:(\d+)x(?=\d))?(?:(\d+)x?)?([A-Za-z][\w-]*)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """`count` devices of `memory` bytes each. Without any GPU, `kind` none, the machine's memory stands for one."""
+    """`count` devices of `memory` bytes each, in `machines` with as many each.
+
+    Without any GPU, `kind` none, the machine's memory stands for one.
+    """
 
     name: str
     count: int
     memory: float
     kind: Literal["probed", "assumed", "none"]
+    machines: int = 1
 
     def describe(self) -> str:
         """One phrase."""
-        return f"{self.count} x {self.name}, {self.memory / GIB:.0f} GiB each"
+        many = f" in {self.machines} machines" if self.machines > 1 else ""
+        return f"{self.count} x {self.name}{many}, {self.memory / GIB:.0f} GiB each"
 
 
 def assumed(text: str) -> Gpus:
-    """Read `8`, `H100` or `8xH100`; one GPU, or an H100, where the other is not given. ConfigError for the rest."""
+    """Read `8`, `H100`, `8xH100`, or `2x8xH100` for two machines; one GPU, or an H100, where the other is not given.
+
+    ConfigError for the rest.
+    """
     found = _ASSUMED.fullmatch(text)
-    kind = (found[2] or "H100").upper() if found else ""
-    if not text or kind not in TYPES or (found and found[1] and int(found[1]) < 1):
-        known = ", ".join(TYPES)
-        raise ConfigError(f"--assume-gpu {text!r}: write a number, a type, or both as in 8xH100; types are {known}")
-    assert found is not None
-    return Gpus(kind, int(found[1] or 1), TYPES[kind] * 1e9, "assumed")
+    kind = (found[3] or "H100").upper() if found else ""
+    machines, each = (int(found[1] or 1), int(found[2] or 1)) if found else (0, 0)
+    if not text or kind not in TYPES or not machines * each:
+        raise ConfigError(
+            f"--assume-gpu {text!r}: write a number, a type, both as in 8xH100, or machines as well as in 2x8xH100;"
+            f" types are {', '.join(TYPES)}"
+        )
+    return Gpus(kind, machines * each, TYPES[kind] * 1e9, "assumed", machines)
 
 
 def probed() -> Gpus:

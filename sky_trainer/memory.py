@@ -18,8 +18,6 @@ TILES_GPU, TILES_CPU = 2, 8
 CONTEXT_BYTES = GIB
 FRAGMENTS = 1.06
 """What a CUDA context takes, and what the allocator cannot use, as a factor."""
-SERVER_SHARE = 0.9
-"""Of a GPU's memory, what an inference server may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +170,11 @@ class Serving:
     rows: int
 
 
-def serving(shape: Shape, length: int, gpu_bytes: float, gpus: int = 1) -> Serving:
-    """What a server of at least `gpus` GPUs holds; rows is 0 when 64 GPUs do not hold one."""
+def serving(shape: Shape, length: int, gpu_bytes: float, gpus: int, share: float) -> Serving:
+    """What a server of at least `gpus` GPUs holds in `share` of each; rows is 0 when 64 GPUs do not hold one."""
     weights, row = shape.parameters * 2, length * shape.cache * 2
     while True:
-        free = gpus * gpu_bytes * SERVER_SHARE - weights - gpus * CONTEXT_BYTES
+        free = gpus * gpu_bytes * share - weights - gpus * CONTEXT_BYTES
         if free >= row or gpus >= 64:
             return Serving(weights, gpus, max(0, int(free // row)))
         gpus *= 2

@@ -24,6 +24,8 @@ from skyenv.vector.timeline import TimelineFile
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from skyenv.vector.sharded import ShardedPipeline
+
 METRICS, TIMELINE, BOARD = "metrics.jsonl", "timeline.jsonl", "tensorboard"
 EVERY = 10.0
 
@@ -31,14 +33,22 @@ EVERY = 10.0
 class Metering:
     """A meter and its files in `folder` (None: none); open it before the first run.
 
+    `workers`, where others roll out, have meters of their own, whose numbers are told instead.
     `rows`: also append the numbers to metrics.jsonl, at most every 10 seconds and at the end, `step` being how many
     trajectories are done. `board`: and to TensorBoard.
     """
 
     def __init__(
-        self, folder: Path | None, config: MetricsConfig | None = None, *, rows: bool = False, board: bool = False
+        self,
+        folder: Path | None,
+        config: MetricsConfig | None = None,
+        *,
+        workers: ShardedPipeline | None = None,
+        rows: bool = False,
+        board: bool = False,
     ) -> None:
         self._config = config or MetricsConfig()
+        self._workers = workers
         self._folder, self._rows = folder, rows and folder is not None
         self.meter = Meter(
             engine_slots=self._config.engine_slots, timeline=folder is not None and self._config.timeline
@@ -73,7 +83,8 @@ class Metering:
         from skyenv.vector.prometheus import served
 
         async with BlockingPortal() as portal:
-            server = served(partial(portal.call, self.meter.numbers), self._config.prometheus_port)
+            told = self.meter.numbers if self._workers is None else self._workers.numbers
+            server = served(partial(portal.call, told), self._config.prometheus_port)
             self.port = await to_thread.run_sync(server.__enter__)
             try:
                 yield
@@ -88,7 +99,7 @@ class Metering:
     async def step(self) -> dict[str, float]:
         """The numbers since the last call; what is new of the timeline is written."""
         await self._write(last=False)
-        return self.meter.step()
+        return self.meter.step() if self._workers is None else await self._workers.step()
 
     async def _write(self, *, last: bool) -> None:
         lifelines = self.meter.take_lifelines()

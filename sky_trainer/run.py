@@ -54,14 +54,14 @@ from skyenv.types import Trajectory
 from skyenv.vector.lanes import Stages
 from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
-from skyenv.vector.progress import OnEvent, PipelineEvent
+from skyenv.vector.progress import OnEvent
 
 if TYPE_CHECKING:
     from sky_trainer.cluster import Cluster
 
 CONFIG, FINAL = "config.yaml", "final"
 MAY_CHANGE = (
-    *("steps", "save_every", "resume", "staleness", "cpu_threads"),
+    *("steps", "save_every", "resume", "staleness", "cpu_threads", "sized_for"),
     *("evaluation.", "engine.", "launch.", "ray.", "sandbox.", "metrics."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
     *("rollout.grade_ahead", "rollout.longest_first"),
@@ -140,7 +140,7 @@ def take_steps(config: Config, display: Display, prepared: Prepared) -> None:
         )
         record = RunRecord(config.run_dir, first_step, display.step)
         stack.callback(record.close)
-        metering = Metering(config.run_dir, config.metrics)
+        metering = Metering(config.run_dir, config.metrics, workers=sampling.workers)
         stack.enter_context(opened(portal, metering.opened()))
         making = Making(
             config,
@@ -149,7 +149,7 @@ def take_steps(config: Config, display: Display, prepared: Prepared) -> None:
             provider,
             Stages(make_widths(config.rollout)),
             metering.meter,
-            show(display),
+            display.event,
         )
 
         pipelines = [sampling.workers or making.training(stage) for stage in plan.stages]
@@ -322,15 +322,3 @@ def different_keys(left: Config, right: Config) -> list[str]:
     """Dotted keys in which two configurations differ; secrets left aside."""
     a, b = configuration.flat(left), configuration.flat(right)
     return [key for key in a if a[key] != b[key] and key != "sandbox.token"]
-
-
-def show(display: Display) -> OnEvent:
-    """A pipeline listener that keeps the display's progress line."""
-
-    def on_event(event: PipelineEvent) -> None:
-        progress = event.progress
-        display.progress(
-            f"rollouts {progress.done}/{progress.total}  init {progress.init}  run {progress.run}  eval {progress.eval}"
-        )
-
-    return on_event

@@ -70,5 +70,5 @@ def opened_sampling(config: Config, place: Place, model: Any, renderer: Renderer
         if cluster is None or not config.ray.workers:
             yield Sampling(engine, weights)
             return
-        workers = stack.enter_context(opened(portal, cluster.pipeline(launch.config, policy)))
+        workers = stack.enter_context(opened(portal, cluster.pipeline(launch.config, policy, place.display.event)))
         yield Sampling(engine, AnnouncedWeights(weights, portal, workers), workers)

@@ -22,6 +22,7 @@ from typing import Self
 
 from sky_trainer.config import Config
 from sky_trainer.environments import ensure_environment
+from sky_trainer.sync.ranks import is_main, share
 from sky_trainer.weights import WeightSync, WeightSyncFailed
 from skyenv.engines.starting import RunningServer, ServerSpec, free_port, last_lines, start
 from skyenv.errors import EngineUnavailable
@@ -250,7 +251,10 @@ class Launched:
 
 
 class PatientWeights:
-    """Pushes again when no server took a version because all were being started again."""
+    """Pushes again when no server took a version because all were being started again.
+
+    Every rank has one; whether servers answer is rank 0's to know.
+    """
 
     def __init__(self, weights: WeightSync, answering: Callable[[], bool]) -> None:
         self._weights, self._answering = weights, answering
@@ -266,7 +270,7 @@ class PatientWeights:
             try:
                 return self._weights.push(version)
             except WeightSyncFailed:
-                if last or not self._answering():
+                if last or not share(is_main() and self._answering()):
                     raise
 
 

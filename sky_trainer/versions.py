@@ -11,8 +11,9 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -30,6 +31,8 @@ TRL_TAKES_VLLM = MappingProxyType({"1.16": ">=0.22,<=0.31.0"})
 
 DRIVER_FOR_CUDA = MappingProxyType({11: "450.80.02", 12: "525.60.13", 13: "580.65.06"})
 """CUDA's major version to the oldest driver that runs programs built for it, as NVIDIA's release notes say."""
+
+_CUDA = re.compile(r"cuda(?:: .*?)? = ['\"]([\d.]+)['\"]")
 
 APART = "keep the server in an environment of its own: uv venv .engines/{0} && uv pip install --python .engines/{0} {0}"
 
@@ -56,12 +59,7 @@ class Mismatch(NamedTuple):
 
 def read_installed() -> Installed:
     """Read this environment and this machine's driver."""
-    versions, requires = {}, {}
-    for distribution in importlib.metadata.distributions():
-        name = _canonical(distribution.metadata["Name"] or "")
-        versions[name] = distribution.version
-        if name in (TRAINER, *SERVERS):
-            requires[name] = tuple(distribution.requires or ())
+    versions, requires = _read(importlib.metadata.distributions())
     cuda = None
     if "torch" in versions:
         import torch
@@ -70,9 +68,52 @@ def read_installed() -> Installed:
     return Installed(versions, requires, cuda, _driver())
 
 
+def read_environment(path: Path) -> Installed:
+    """Read another environment's files, nothing of which is run, and this machine's driver."""
+    places = [str(place) for place in sorted(path.glob("lib/python3*/site-packages"))]
+    versions, requires = _read(importlib.metadata.distributions(path=places))
+    told = (Path(place, "torch", "version.py") for place in places)
+    lines = [line for file in told if file.is_file() for line in file.read_text(encoding="utf-8").splitlines()]
+    found = [match[1] for line in lines if (match := _CUDA.match(line))]
+    return Installed(versions, requires, found[0] if found else None, _driver())
+
+
+def _read(found: Iterable[importlib.metadata.Distribution]) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    versions, requires = {}, {}
+    for distribution in found:
+        name = _canonical(distribution.metadata["Name"] or "")
+        versions[name] = distribution.version
+        if name in (TRAINER, *SERVERS):
+            requires[name] = tuple(distribution.requires or ())
+    return versions, requires
+
+
 def mismatches(installed: Installed) -> list[Mismatch]:
     """Everything that does not fit, the trainer's own packages first."""
     return [*_trainer(installed), *_servers(installed), *_cuda(installed), *_torchvision(installed)]
+
+
+def server_mismatches(there: Installed, path: Path) -> list[Mismatch]:
+    """What does not fit in the environment at `path`, which holds servers alone."""
+    anew = f"make it anew: uv venv --clear {path} && uv pip install --python {path} {{0}}"
+    return [*_servers(there, anew), *_cuda(there), *_torchvision(there)]
+
+
+def between(trainer: Installed, there: Installed, name: str) -> list[Mismatch]:
+    """What keeps a trainer and the servers of an environment called `name` from sharing a broadcast of weights."""
+    ours, theirs = _nccl(trainer), _nccl(there)
+    if not ours or not theirs or ours == theirs:
+        return []
+    return [
+        Mismatch(
+            f"the trainer has NCCL {ours}, {name} has {theirs}, and engine.sync nccl joins both in one group",
+            "install torch built for the same CUDA and of the same version in both, or write engine.sync: disk",
+        )
+    ]
+
+
+def _nccl(installed: Installed) -> str:
+    return next((v for name, v in installed.versions.items() if re.fullmatch(r"nvidia-nccl-cu\d+", name)), "")
 
 
 def _trainer(installed: Installed) -> Iterator[Mismatch]:
@@ -86,13 +127,13 @@ def _trainer(installed: Installed) -> Iterator[Mismatch]:
             yield Mismatch(f"{wanted.name} {version} is outside {_ordered(wanted)}", f"pip install '{ranged}'")
 
 
-def _servers(installed: Installed) -> Iterator[Mismatch]:
-    """A server in the trainer's environment: its own pins, and what TRL takes."""
+def _servers(installed: Installed, mended: str = APART) -> Iterator[Mismatch]:
+    """A server's own pins, and what a TRL beside it takes."""
     for server in SERVERS:
         version = installed.versions.get(server)
         if version is None:
             continue
-        fix = APART.format(server)
+        fix = mended.format(server)
         for wanted in _requirements(installed, server, ""):
             found = installed.versions.get(_canonical(wanted.name))
             if _canonical(wanted.name) in SHARED and found is not None and not _within(found, wanted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from sky_trainer.checks import run_checks
 from sky_trainer.commands.output import print_json, print_line
@@ -12,12 +13,20 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = commands.add_parser("doctor", help="what this machine can do, and what to change where a part is missing")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.add_argument(
+        "--engine",
+        type=Path,
+        action="append",
+        metavar="DIR",
+        help="environment of vLLM or SGLang to look at, any number of times (default: those in .engines)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Status 1 when something is missing without which nothing runs."""
-    checks = run_checks()
+    engines = arguments.engine or sorted(path.parents[1] for path in Path(".engines").glob("*/bin/python"))
+    checks = run_checks(engines=engines)
     for check in checks:
         mark = "ok  " if check.ok else ("FAIL" if check.required else "-   ")
         print_line(f"{mark} {check.name:14} {check.detail}")

@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from sky_trainer import config as configuration
-from sky_trainer.commands.train import report
+from sky_trainer.commands.train import add_dry_run, check, report
+from skyenv.errors import ConfigError
 
 EPILOG = """\
 Roles and what each gets stand below ray in the configuration, servers below launch; any key can be given on the
@@ -31,6 +32,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default="auto",
         help="of the cluster's head, HOST:PORT (default: RAY_ADDRESS, or the cluster on this machine)",
     )
+    add_dry_run(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
 
@@ -38,7 +40,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train on the cluster, then say what came of it."""
     config = configuration.load(arguments.config, arguments.overrides)
-    from sky_trainer.cluster import launch_on_ray
+    from sky_trainer.cluster import launch_on_ray, machines_of
+
+    if arguments.dry_run:
+        return check(config, arguments.assume_gpu, arguments.json, lambda: machines_of(arguments.ray))
+    if arguments.assume_gpu is not None:
+        raise ConfigError("--assume-gpu goes with --dry-run; training takes the GPUs that are there")
     from sky_trainer.run import Outcome
 
     outcome = Outcome(**launch_on_ray(config, arguments.ray))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from sky_trainer.config import Config
 from skyenv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from sky_trainer.layout import Machine
     from sky_trainer.run import Outcome
 
 EPILOG = """\
@@ -34,13 +36,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("config", type=Path, metavar="CONFIG.yaml", help="see recipes/ for examples")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    add_dry_run(parser)
+    parser.set_defaults(run=run)
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """The options of a dry run."""
     parser.add_argument("--dry-run", action="store_true", help="build and check everything, stop before the first step")
     parser.add_argument(
         "--assume-gpu",
-        metavar="N|TYPE|NxTYPE",
-        help="with --dry-run: as if these GPUs were here, and with published shapes for a model out of reach",
+        nargs="?",
+        const="",
+        metavar="N|TYPE|NxTYPE|MACHINESxNxTYPE",
+        help="with --dry-run: as if these GPUs were here (default: those of sized_for), and with published shapes for"
+        " a model out of reach",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,14 +58,23 @@ def run(arguments: argparse.Namespace) -> int:
     config = configuration.load(arguments.config, arguments.overrides)
     if arguments.dry_run:
         return check(config, arguments.assume_gpu, arguments.json)
-    if arguments.assume_gpu:
+    if arguments.assume_gpu is not None:
         raise ConfigError("--assume-gpu goes with --dry-run; training takes the GPUs that are there")
     report(train(config, "training"), config, arguments.json)
     return 0
 
 
-def check(config: Config, assume: str | None, as_json: bool) -> int:
-    """The dry run: a line a check; status 1 when something would keep the run from starting."""
+def check(
+    config: Config, assume: str | None, as_json: bool, machines: Callable[[], Sequence[Machine]] | None = None
+) -> int:
+    """The dry run: a line a check; status 1 when something would keep the run from starting.
+
+    `assume` "" takes the GPUs that the configuration was sized for; `machines` asks a cluster for its own.
+    """
+    if assume == "":
+        if not config.sized_for:
+            raise ConfigError("--assume-gpu names no GPUs, and sized_for is not set; write --assume-gpu 8xH100")
+        assume = config.sized_for
     with deferred_interrupt():
         import sky_trainer.grpo  # noqa: F401
         from sky_trainer import gpus
@@ -68,7 +87,7 @@ def check(config: Config, assume: str | None, as_json: bool) -> int:
     there = gpus.assumed(assume) if assume else gpus.probed()
     if assume:
         print_line(f"assumed, not probed: {there.describe()}")
-    findings = dry_run(config, there, show)
+    findings = dry_run(config, there, show, machines() if machines is not None else None)
     bad = [finding.name for finding in findings if not finding.ok]
     print_line("ready to train" if not bad else f"not ready: {', '.join(bad)}")
     if as_json:

@@ -30,6 +30,9 @@ _VLLM_CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
+_RANK_ENV = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+"""What launchers of training ranks set: a server would take itself for one of them."""
 _SGLANG_CPU_ENV = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -57,8 +60,16 @@ class ServerSpec:
         return [self.python, "-m", *(_vllm_arguments(self) if vllm else _sglang_arguments(self)), *self.options]
 
     def environment(self) -> dict[str, str]:
-        """What this process has, what the server needs, then `env`; byte code is kept, for imports are slow."""
-        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        """What this process has but a rank's own, what the server needs, then `env`.
+
+        Byte code is kept, for imports are slow.
+        """
+        left_out = ("PYTHONDONTWRITEBYTECODE", *_RANK_ENV)
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in left_out and not name.startswith(_RANK_PREFIXES)
+        }
         cpu = self.device == "cpu"
         needed = (_VLLM_ENV | (_VLLM_CPU_ENV if cpu else {})) if self.flavour == "vllm" else {}
         needed |= _SGLANG_CPU_ENV if cpu and self.flavour == "sglang" else {}

@@ -101,6 +101,11 @@ class RayLink:
         """Say which policy version the engine samples from."""
         await _answer(self._handle.announce.remote(version))
 
+    async def step(self) -> Mapping[str, float]:
+        """The shard's numbers since the last call."""
+        numbers: Mapping[str, float] = await _answer(self._handle.step.remote())
+        return numbers
+
     async def take(self, seconds: float) -> Sequence[Word]:
         """What the shard has to say."""
         words = await _answer(self._handle.take.remote(seconds))
@@ -135,6 +140,10 @@ class RayShard:
     async def announce(self, version: int) -> None:
         """See `Shard.announce`."""
         await self._shard.announce(version)
+
+    async def step(self) -> dict[str, float]:
+        """See `Shard.step`."""
+        return await self._shard.step()
 
     async def take(self, seconds: float) -> list[bytes]:
         """See `Shard.take`."""

@@ -70,6 +70,10 @@ class Shard:
         if isinstance(self._engine, Versioned):
             self._engine.policy_version = version
 
+    async def step(self) -> dict[str, float]:
+        """The numbers of its meter since the last call."""
+        return self._meter.step()
+
     async def take(self, seconds: float) -> list[Word]:
         """What there is to say, at the latest after `seconds`; a `Beat` stands last."""
         if not self._words:

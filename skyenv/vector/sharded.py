@@ -9,7 +9,7 @@ cancelled frees what it holds on every shard; leaving the pipeline's block ends 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import AsyncGeneratorType, TracebackType
@@ -22,6 +22,7 @@ from skyenv.errors import ConfigError, ShardLost, SkyEnvError, boundary
 from skyenv.types import Trajectory
 from skyenv.vector.background import Background
 from skyenv.vector.dispatch import Announce, Cancel, Dispatcher, Job, Seat
+from skyenv.vector.merged import merged_numbers
 from skyenv.vector.progress import OnEvent, Progress
 from skyenv.vector.stopping import FailureThreshold
 from skyenv.vector.wire import Portion, Word
@@ -47,6 +48,10 @@ class ShardLink(Protocol):
 
     async def announce(self, version: int) -> None:
         """See `Shard.announce`."""
+        ...
+
+    async def step(self) -> Mapping[str, float]:
+        """See `Shard.step`."""
         ...
 
     async def take(self, seconds: float) -> Sequence[Word]:
@@ -103,6 +108,7 @@ class ShardedPipeline:
         self._fatal: SkyEnvError | None = None
         self._left = self._rules.shards
         self._version: int | None = None
+        self._links: dict[str, ShardLink] = {}
 
     async def __aenter__(self) -> Self:
         if self._background is not None:
@@ -148,6 +154,27 @@ class ShardedPipeline:
     def shards(self) -> tuple[str, ...]:
         """Names of the shards that are up."""
         return tuple(seat.name for seat in self._dispatcher.seats)
+
+    def numbers(self) -> dict[str, float]:
+        """Those of the shards that are up since each started, as they last said; merged, and `shards/up`."""
+        seats = self._dispatcher.seats
+        return {**merged_numbers([seat.beat.numbers for seat in seats]), "shards/up": float(len(seats))}
+
+    async def step(self) -> dict[str, float]:
+        """The same since the last call; a shard that does not answer within `beat` seconds is left out."""
+        found: list[Mapping[str, float]] = []
+
+        async def ask(name: str, link: ShardLink) -> None:
+            try:
+                with anyio.move_on_after(self._rules.beat):
+                    found.append(await link.step())
+            except ShardLost as error:
+                logger.warning("%s told no numbers: %s", name, error)
+
+        async with anyio.create_task_group() as group:
+            for name, link in self._links.items():
+                group.start_soon(ask, name, link)
+        return {**merged_numbers(found), "shards/up": float(len(self._links))}
 
     async def announce(self, version: int) -> None:
         """The engines sample from this policy version: every shard is told, also those that come up later."""
@@ -196,6 +223,7 @@ class ShardedPipeline:
                 if self._version is not None:
                     seat.tell(Announce(self._version))
                 self._dispatcher.join(seat)
+                self._links[seat.name] = link
                 self._ready.set()
                 with boundary(SkyEnvError, seat.name):
                     async with anyio.create_task_group() as group:
@@ -205,6 +233,7 @@ class ShardedPipeline:
                 reason = str(error)
                 raise
             finally:
+                self._links.pop(seat.name, None)
                 self._dispatcher.leave(seat, reason)
 
     async def _open(self, link: ShardLink) -> int:

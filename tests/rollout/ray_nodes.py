@@ -63,6 +63,12 @@ class RayNode:
             time.sleep(0.05)
         raise AssertionError(f"no Ray node: {self._log.read_text(errors='replace')}")
 
+    def processes(self) -> list[psutil.Process]:
+        """Everything that runs on it."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self._process.pid).children(recursive=True)
+        return []
+
     def kill(self) -> None:
         """All its processes at once, without a word to anybody, as a machine does that loses power."""
         with contextlib.suppress(psutil.NoSuchProcess):

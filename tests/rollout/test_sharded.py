@@ -6,7 +6,7 @@ The shards are real ones on the test's own loop, behind a link that can be cut o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +52,9 @@ class Link:
 
     async def announce(self, version: int) -> None:
         await self._asked(self.shard.announce, version)
+
+    async def step(self) -> Mapping[str, float]:
+        return await self._asked(self.shard.step)
 
     async def take(self, seconds: float) -> Sequence[Word]:
         return await self._asked(self.shard.take, seconds)
@@ -544,6 +547,28 @@ def test_what_was_written_is_read(data: Any) -> None:
 def test_rules_that_cannot_work(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ShardRules(**options)
+
+
+def test_numbers_since_the_last_time_are_those_of_the_shards_that_answer() -> None:
+    fleet = Fleet()
+
+    async def main() -> None:
+        async with fleet.pipeline() as pipeline:
+            for count in (9, 4):
+                async with pipeline.run(tasks(count), 3) as run:
+                    assert len([trajectory async for trajectory in run]) == 3 * count
+                numbers = await pipeline.step()
+                assert (numbers["trajectories/done"], numbers["shards/up"]) == (3 * count, 2)
+                assert numbers["stage/run/service_p50"] == pytest.approx(3.0)
+            while pipeline.numbers()["trajectories/done"] < 39:  # the last signs of life
+                await anyio.sleep(1)
+            before = len(fleet.groups[1])
+            async with pipeline.run(tasks(4), 3) as run:
+                assert len([trajectory async for trajectory in run]) == 12
+            fleet.links[0].frozen = True  # the other one's remain
+            assert (await pipeline.step())["trajectories/done"] == 3 * (len(fleet.groups[1]) - before)
+
+    virtual(main)
 
 
 def test_numbers_of_several_meters_are_those_of_one() -> None:

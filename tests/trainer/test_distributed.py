@@ -187,6 +187,42 @@ def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:
         assert torch.allclose(expected, two[case], rtol=1e-3, atol=1e-6), case
 
 
+PATIENCE = """
+import os, sys
+import torch.distributed as dist
+from sky_trainer.supervise import PatientWeights
+from sky_trainer.sync.ranks import share
+from sky_trainer.weights import WeightSyncFailed
+
+class Servers:
+    version, pushes = 0, 0
+    def push(self, version):
+        self.pushes += 1
+        if share(self.pushes < comes_back):
+            raise WeightSyncFailed("all are being started again")
+        self.version = version
+
+dist.init_process_group("gloo")
+main = dist.get_rank() == 0
+for comes_back, answering, ending in ((2, True, "2"), (3, True, "gave up"), (2, False, "gave up")):
+    servers = Servers()
+    try:
+        PatientWeights(servers, lambda: main and answering).push(1)
+        ended = str(servers.pushes)
+    except WeightSyncFailed:
+        ended = "gave up"
+    assert ended == ending, (comes_back, answering, ended)
+    assert servers.pushes == (2 if answering else 1)
+"""
+
+
+def test_ranks_push_again_together(tmp_path: Path) -> None:
+    """Whether servers come back is known on rank 0 alone."""
+    script = tmp_path / "patience.py"
+    script.write_text(PATIENCE)
+    finish(start(script, tmp_path))
+
+
 def test_sharding_is_refused_where_it_would_be_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = from_mapping({"out": str(tmp_path / "run"), "grpo": {"use_cpu": True}})
     check_ranks(config, grpo_config(config))

@@ -276,7 +276,9 @@ def test_sections_that_do_not_fit_are_refused(engine: Any, launch: Any, message:
         from_mapping({"engine": engine, "launch": launch})
 
 
-def test_each_server_gets_its_devices_and_its_options() -> None:
+def test_each_server_gets_its_devices_and_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of the trainer")
     config = from_mapping(
         {
             "engine": {"kind": "vllm", "token": "secret"},
@@ -290,6 +292,7 @@ def test_each_server_gets_its_devices_and_its_options() -> None:
         }
     )
     specs = server_specs(config, "Qwen/Qwen3-8B", "/opt/vllm/bin/python")
+    assert not {"WORLD_SIZE", "TORCHELASTIC_RUN_ID"} & specs[0].environment().keys()
     assert [spec.environment()["CUDA_VISIBLE_DEVICES"] for spec in specs] == ["0,1", "2,3"]
     for spec in specs:
         command = spec.command()

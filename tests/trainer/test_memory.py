@@ -100,12 +100,12 @@ def test_adapters_are_what_trains() -> None:
 
 
 def test_a_server_holds_weights_and_rows(shape: Shape) -> None:
-    one = serving(shape, 32768, 80e9)
+    one = serving(shape, 32768, 80e9, 1, 0.9)
     assert (one.gpus, one.weights) == (1, 2 * shape.parameters)
     row = 32768 * 2 * 36 * 8 * 128 * 2
     assert one.rows == int((0.9 * 80e9 - one.weights - (1 << 30)) // row)
-    assert serving(shape, 32768, 16e9).gpus == 2
-    assert serving(shape, 32768, 80e6).rows == 0
+    assert serving(shape, 32768, 16e9, 1, 0.9).gpus == 2
+    assert serving(shape, 32768, 80e6, 1, 0.9).rows == 0
 
 
 @pytest.mark.parametrize(

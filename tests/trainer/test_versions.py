@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sky_trainer.checks import packages, run_checks
-from sky_trainer.versions import Installed, mismatches, read_installed
+from sky_trainer.checks import engine, packages, run_checks
+from sky_trainer.cli import main
+from sky_trainer.versions import (
+    Installed,
+    between,
+    mismatches,
+    read_environment,
+    read_installed,
+    server_mismatches,
+)
 
 EXTRA = (
     'trl>=1.16,<1.17 ; extra == "train"',
@@ -92,3 +102,69 @@ def test_doctor_says_what_to_run() -> None:
     assert checks["versions"].advice == ("trl 1.17.0 is outside >=1.16,<1.17: pip install 'trl>=1.16,<1.17'",)
     (missing,) = packages(None)
     assert "pip install 'skyenv[train]'" in missing.advice[0]
+
+
+# Environments of servers.
+
+
+def engines(folder: Path, cuda: str | None = None, **versions: str) -> Path:
+    site = folder / "lib/python3.11/site-packages"
+    (site / "torch").mkdir(parents=True)
+    (site / "torch" / "version.py").write_text(f"cuda: Optional[str] = {cuda!r}\nhip = None\n")
+    for name, version in versions.items():
+        info = site / f"{name}-{version}.dist-info"
+        info.mkdir()
+        needs = "Requires-Dist: torch==2.14.0\n" if name == "vllm" else ""
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}")
+    return folder
+
+
+def test_an_environment_of_servers_is_read_without_running_it(tmp_path: Path) -> None:
+    place = engines(tmp_path / "vllm", "12.8", vllm="0.33.0", torch="2.14.0", nvidia_nccl_cu12="2.27.5")
+    there = read_environment(place)
+    assert (there.cuda, there.versions["vllm"]) == ("12.8", "0.33.0")
+    assert server_mismatches(there, place) == []
+    assert engine(place, told()).ok
+
+
+@pytest.mark.parametrize(
+    ("versions", "cuda", "driver", "what", "fix"),
+    [
+        ({"torch": "2.13.0"}, "12.8", "580.95.05", "needs torch==2.14.0, here is 2.13.0", "uv pip install --python"),
+        ({"torch": "2.14.0"}, "13.0", "550.54.14", "needs driver 580.65.06; here is 550.54.14", "update the NVIDIA"),
+        ({"torch": "2.14.0"}, None, "550.54.14", "torch 2.14.0 has no CUDA", "CUDA build"),
+    ],
+)
+def test_what_does_not_fit_there_is_named(
+    versions: dict[str, str], cuda: str | None, driver: str, what: str, fix: str, tmp_path: Path
+) -> None:
+    place = engines(tmp_path / "vllm", cuda, vllm="0.33.0", **versions)
+    ((found, mended),) = server_mismatches(dataclasses.replace(read_environment(place), driver=driver), place)
+    assert what in found
+    assert fix in mended
+
+
+def test_two_versions_of_nccl_cannot_share_a_broadcast(tmp_path: Path) -> None:
+    place = engines(tmp_path / "vllm", "12.8", vllm="0.33.0", torch="2.14.0", nvidia_nccl_cu12="2.27.5")
+    ours = told(**{"nvidia-nccl-cu12": "2.28.0"})
+    found = engine(place, ours)
+    assert not found.ok
+    assert not found.required  # files need no common NCCL
+    assert "the trainer has NCCL 2.28.0" in found.advice[0]
+    assert "write engine.sync: disk" in found.advice[0]
+    assert between(told(), read_environment(place), "x") == []
+
+
+def test_doctor_looks_at_the_environments_in_the_project(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = engines(tmp_path / ".engines" / "vllm", vllm="0.33.0", torch="2.13.0")
+    (place / "bin").mkdir()
+    (place / "bin" / "python").touch()
+    monkeypatch.chdir(tmp_path)
+    main(["doctor"])
+    told_here = capsys.readouterr().out
+    main(["doctor", "--engine", str(tmp_path / "none")])
+    assert "-    engine         .engines/vllm: vllm 0.33.0, torch 2.13.0, no CUDA" in told_here
+    assert "needs torch==2.14.0" in told_here
+    assert "none holds no vLLM or SGLang" in capsys.readouterr().out
