@@ -108,7 +108,7 @@ def test_client_and_node_share_only_the_protocol() -> None:
 
 
 def test_trl_is_imported_in_one_file_a_trainer() -> None:
-    """Two trainers of TRL's that we subclass, and the rows that a third takes; what it may change stands there alone."""
+    """Two trainers of TRL that we subclass, and the rows that a third takes; what it may change stands there alone."""
     users = [
         module
         for module, path in modules("skyenv") + modules("sky_trainer")
