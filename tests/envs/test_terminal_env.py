@@ -97,6 +97,15 @@ def test_its_own_solution_earns_the_reward_and_nothing_does_not(everywhere: Sand
     assert (reward, verdict["status"]) == (1.0, "resolved"), verdict
 
 
+def test_a_folder_named_from_where_one_stands(
+    sandboxes: Sandboxes, tally: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tally.parent)
+    (task,) = load_tasks("tally")
+    result = sandboxes.run(partial(validate_task, task))
+    assert result["ok"], result["problems"]
+
+
 def test_the_agent_sees_its_task_and_nothing_of_the_verifier(sandboxes: Sandboxes, tally: Path) -> None:
     async def look(provider: SandboxProvider) -> None:
         async with skyenv.make("SkyRL/Terminal-v0", tasks=tally, sandbox=provider) as env:
