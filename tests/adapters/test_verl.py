@@ -41,15 +41,30 @@ def test_adapter_asks_verls_servers_with_verls_sampling(found: Any) -> None:
         assert request["logprobs"] is True
         assert request["max_tokens"] == 2048
         assert request["stop_token_ids"]
-    assert {request["temperature"] for request in asked[:4]} == {1.0}
-    assert {request["temperature"] for request in asked[4:]} == {0.7}
+        assert request["temperature"] == 1.0
+
+
+def test_adapter_fills_verls_queue(found: Any) -> None:
+    """One row a sample under verl's key, each column as long as its ids, the score once, the weights' steps beside."""
+    queued = found["queued"]
+    assert queued["states"] == {"a": "finished", "b": "finished"}
+    assert {key: row["score"] for key, row in queued["rows"].items()} == {
+        "a_0_0": 1.0,
+        "a_1_0": 0.0,
+        "b_0_0": 1.0,
+        "b_1_0": 0.0,
+    }
+    for row in queued["rows"].values():
+        assert len(set(row["lengths"])) == 1
+        assert row["trained"] > 0
+        assert row["steps"] == [7, 8]
 
 
 def test_adapter_leaves_a_failed_sample_out(found: Any) -> None:
     """verl's newer worker takes any number of rows; its padded one gets a row that trains nothing."""
-    assert [len(outputs) for outputs in found["kept"]] == [1, 1]
-    assert [outputs[0]["reward_score"] for outputs in found["kept"]] == [1.0, 0.0]
-    assert [len(outputs) for outputs in found["left_out"]] == [1, 0]
+    left = found["left_out"]
+    assert left["states"] == {"a": "finished", "b": "finished"}
+    assert sorted(left["rows"]) == ["a_0_0", "b_0_0"]
     good, failed = found["failed"]
     assert (good["reward"], sum(good["loss_mask"]) > 0) == (1.0, True)
     assert (failed["reward"], failed["loss_mask"], failed["logprobs"]) == (0.0, [0], [0.0])
