@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.adapter, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run("verl", "tests.adapters.playing.verl_training", tmp_path_factory.mktemp("verl"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_USE_EXTERNAL_MODULES", "skyenv.adapters.verl")  # as trainers are told of an estimator
+        return run("verl", "tests.adapters.playing.verl_training", tmp_path_factory.mktemp("verl"))
 
 
 def test_adapter_moves_the_policy_as_verls_trainer_should(found: Any) -> None:
@@ -65,9 +67,15 @@ def test_adapter_leaves_a_failed_sample_out(found: Any) -> None:
     left = found["left_out"]
     assert left["states"] == {"a": "finished", "b": "finished"}
     assert sorted(left["rows"]) == ["a_0_0", "b_0_0"]
-    good, failed = found["failed"]
+    good, failed = found["failed"][:2]
     assert (good["reward"], sum(good["loss_mask"]) > 0) == (1.0, True)
     assert (failed["reward"], failed["loss_mask"], failed["logprobs"]) == (0.0, [0], [0.0])
+
+
+def test_adapter_keeps_failures_of_the_padded_worker_out_of_the_baseline(found: Any) -> None:
+    """Two samples solved their task, two failed: there is nothing to learn, though verl's own baseline sees zeros."""
+    assert found["baselines"]["skyenv_grpo"] == [0.0, 0.0, 0.0, 0.0]
+    assert found["baselines"]["grpo"][0] > 0
 
 
 def test_adapter_names_what_is_wrong(found: Any) -> None:

@@ -77,6 +77,13 @@ def train(config: Any, output: DataProto, model: Any) -> dict[str, Any]:
     }
 
 
+def advantages(config: Any, output: DataProto, name: str) -> list[float]:
+    """What verl's trainer gives to each row by an estimator of this name."""
+    output.batch["token_level_rewards"] = output.batch["rm_scores"]
+    settled = compute_advantage(output, adv_estimator=name, config=config.algorithm)
+    return settled.batch["advantages"].sum(-1).tolist()
+
+
 def _logprobs(model: Any, data: Any) -> torch.Tensor:
     """Of what stands in the responses; columns that are padding in every row are not computed."""
     used, width = data["attention_mask"].bool().any(0), data["responses"].shape[1]
@@ -201,13 +208,15 @@ def main(out: str) -> None:
         worker = AgentLoopWorker(config, servers)
         output = asyncio.run(worker.generate_sequences(pair))
         broken = Broken(config, policies.tokenizer())
-        failed = asyncio.run(AgentLoopWorker(config, broken).generate_sequences(pair))
+        four = playing.batch(np.repeat(policies.TASKS[:1], 4).tolist())
+        failed = asyncio.run(AgentLoopWorker(config, broken).generate_sequences(four))
         found = {
             "meta": {name: output.non_tensor_batch[name].tolist() for name in ("status", "turns", "failed")},
             "steps": [output.non_tensor_batch[f"{end}_global_steps"].tolist() for end in ("min", "max")],
             "asked": servers.asked,
             "trained": train(config, output, model),
             "failed": playing.rows(failed),
+            "baselines": {name: advantages(config, failed, name) for name in ("grpo", "skyenv_grpo")},
             "queued": asyncio.run(queued(config, servers)),
             "left_out": asyncio.run(queued(config, broken)),
             "mistakes": asyncio.run(mistakes(folder, config)),
