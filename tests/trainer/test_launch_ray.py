@@ -57,12 +57,13 @@ def launch(address: str, folder: Path, values: dict[str, Any]) -> subprocess.Pop
 
 
 def roles(nodes: list[RayNode]) -> dict[str, int]:
-    """How many processes there are of each role."""
-    lines = []
+    """How many processes there are of each role; one that has just forked looks like two."""
+    found: dict[int, tuple[int, str]] = {}
     for process in (process for node in nodes for process in node.processes()):
         with contextlib.suppress(psutil.NoSuchProcess):
-            lines.append(" ".join(process.cmdline()))
-    return {role: sum(role in line for line in lines if "bash" not in line) for role in ROLES}
+            found[process.pid] = process.ppid(), " ".join(process.cmdline())
+    lines = [(line, found.get(parent, (0, ""))[1]) for parent, line in found.values() if "bash" not in line]
+    return {role: sum(role in line and role not in above for line, above in lines) for role in ROLES}
 
 
 def finished(run: subprocess.Popen[str], nodes: list[RayNode], end: float) -> tuple[dict[str, int], str]:
