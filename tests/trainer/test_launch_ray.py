@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from sky_trainer.cluster import rank_variables
+from sky_trainer.cluster import rank_variables, with_whole_paths
 from sky_trainer.config import from_mapping
 from sky_trainer.models import load_model
 from skyenv.errors import ConfigError
@@ -140,6 +140,18 @@ def test_a_dry_run_lays_the_roles_onto_the_cluster(
     more = subprocess.run([*words, "--ray.ranks", "5"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert more.returncode == 1
     assert "ray: no room for rank 4 of 5, which takes 1 CPUs and 0 GPUs" in more.stdout
+
+
+def test_paths_are_named_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is there or will be; names of a hub and of task sets stay names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    given = {**TRAIN, "out": "runs/x", "model": {"path": "mine"}, "engine": {"kind": "sglang", "directory": "w"}}
+    whole = with_whole_paths(from_mapping(given))
+    assert whole.out == str(tmp_path / "runs/x")
+    assert whole.model.path == str(tmp_path / "mine")
+    assert whole.engine.directory == str(tmp_path / "w")
+    assert (whole.tasks.source, whole.launch.environment) == ("builtin", "")
 
 
 def test_workers_need_servers() -> None:
