@@ -99,6 +99,8 @@ class LoraDelivery:
     def __init__(self, model: Any, files: VersionedFiles) -> None:
         if not hasattr(model, "peft_config"):
             raise ConfigError("engine.sync is lora, but the policy has no adapter; configure one, or write disk")
+        if any(settings.modules_to_save for settings in model.peft_config.values()):
+            raise ConfigError("engine.sync is lora, which carries adapters alone, and lora.whole is set; write disk")
         self._model, self._files = model, files
         self._run = uuid.uuid4().hex[:8]
         self._loaded: dict[str, list[str]] = {}

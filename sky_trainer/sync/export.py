@@ -1,12 +1,14 @@
 """A module's weights as whole tensors under the names that checkpoints have.
 
 Collective where the module is sharded: every rank iterates, in the same order. Nothing is changed in the module; a LoRA
-policy's adapters are added to copies. A tied output head is named like any other tensor: a server that was started
-from an untied checkpoint takes it, and one that ties drops it.
+policy's adapters are added to copies, and of a module that trains whole beside them the trained copy is named alone. A
+tied output head is named like any other tensor: a server that was started from an untied checkpoint takes it, and one
+that ties drops it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 PEFT_PREFIX = "base_model.model."
+WHOLE = re.compile(r"\.modules_to_save\.[^.]+\.|\.original_module\.")
+"""Where PEFT keeps the copies of a module that trains whole, and what it was before."""
 
 
 def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -24,15 +28,24 @@ def named_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     with torch.no_grad():
         plain = dict(_whole(model))
-    plain = {name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."): value for name, value in plain.items()}
+    plain = {_plain(name): value for name, value in plain.items()}
     yield from _as_saved(base, plain).items()
+
+
+def _plain(name: str) -> str:
+    return WHOLE.sub(".", name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."))
 
 
 def _whole(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     layers = {f"{name}.base_layer.weight": layer for name, layer in model.named_modules() if _is_adapted(layer)}
     frozen = {name.removesuffix("base_layer.weight") for name in layers}
+    active = tuple(f"{name}.{copy}." for name, layer in model.named_modules() for copy in _active_copies(layer))
     for name, value in model.state_dict(keep_vars=True).items():
-        if ".lora_" in name or (".base_layer." not in name and any(name.startswith(prefix) for prefix in frozen)):
+        if (
+            ".lora_" in name
+            or (WHOLE.search(name) and not name.startswith(active))
+            or (".base_layer." not in name and any(name.startswith(prefix) for prefix in frozen))
+        ):
             continue
         with _gathered(value):
             whole = gather(value.detach())
@@ -44,6 +57,12 @@ def _whole(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _is_adapted(layer: Any) -> bool:
     return hasattr(layer, "base_layer") and hasattr(layer, "get_delta_weight")
+
+
+def _active_copies(layer: Any) -> list[str]:
+    if not hasattr(layer, "modules_to_save"):
+        return []
+    return [f"modules_to_save.{adapter}" for adapter in layer.active_adapters]
 
 
 def gather(value: torch.Tensor) -> torch.Tensor:

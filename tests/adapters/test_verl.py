@@ -66,3 +66,9 @@ def test_adapter_names_what_is_wrong(found: Any) -> None:
 
 def test_adapter_frees_what_a_cancelled_sample_held(found: Any) -> None:
     assert found["cancelled"] == {"cancelled": True, "during": 1, "after": 0}
+
+
+def test_adapter_recipe_is_one_that_verl_takes(found: Any) -> None:
+    """Its settings are verl's, and its agent loop is made of what it says: the tasks are loaded, the limits fit."""
+    assert found["recipe"]["settings"] > 30
+    assert "'no-such-task' is none of the" in found["recipe"]["said"]

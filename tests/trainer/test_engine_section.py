@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from sky_trainer.config import from_mapping, load, to_mapping, write
 from sky_trainer.engines import HFEngine
 from sky_trainer.opening import make_delivery, opened_engine
 from sky_trainer.sections.engine import EngineConfig
+from sky_trainer.sections.lora import LoraConfig, with_adapters
 from sky_trainer.sync.delivery import BroadcastDelivery, DiskDelivery
 from sky_trainer.weights import CopiedWeights, SharedWeights
 from skyenv import formats
@@ -83,6 +85,9 @@ def test_ways_of_delivery(model: Any, tmp_path: Path) -> None:
     assert isinstance(make_delivery(EngineConfig(sync="gloo"), tmp_path, model), BroadcastDelivery)
     with pytest.raises(ConfigError, match="the policy has no adapter"):
         make_delivery(EngineConfig(sync="lora"), tmp_path, model)
+    policy = with_adapters(copy.deepcopy(model), LoraConfig(rank=2, whole=("lm_head",)))
+    with pytest.raises(ConfigError, match=r"lora\.whole is set"):
+        make_delivery(EngineConfig(sync="lora"), tmp_path, policy)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"engine\.directory"):
         make_delivery(EngineConfig(directory=str(tmp_path / "file")), tmp_path, model)

@@ -19,6 +19,7 @@ from .test_grpo import gradient, score
 from .test_losses import assert_same, both, uneven
 
 LORA = {"lora": {"rank": 4, "alpha": 8}}
+WITH_HEAD = {"lora": {"rank": 4, "alpha": 8, "whole": ["lm_head"]}}
 
 
 def shake(model: Any) -> None:
@@ -28,6 +29,8 @@ def shake(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B.default" in name:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+            if "modules_to_save.default" in name:
+                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 def test_adapters_alone_train(player: Player, make_trainer: MakeTrainer, model: Any) -> None:
@@ -44,24 +47,37 @@ def test_adapters_alone_train(player: Player, make_trainer: MakeTrainer, model: 
     assert trainer.state.log_history[1]["sampling/sampling_logp_difference/max"] < 1e-4  # the engine has them too
 
 
+def test_a_head_that_trains_whole_beside_adapters(player: Player, make_trainer: MakeTrainer, model: Any) -> None:
+    before = model.lm_head.weight.clone()
+    trainer = make_trainer(player, {**WITH_HEAD, "steps": 2})
+    trainer.train()
+    assert torch.equal(before, model.lm_head.original_module.weight)
+    assert not torch.equal(before, model.lm_head.weight)
+    assert trainer.state.log_history[1]["sampling/sampling_logp_difference/max"] < 1e-4  # the engine has it too
+
+
+@pytest.mark.parametrize("lora", [LORA, WITH_HEAD])
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_loss_and_gradient_with_adapters(beta: float, player: Player, make_trainer: MakeTrainer, model: Any) -> None:
+def test_loss_and_gradient_with_adapters(
+    lora: Any, beta: float, player: Player, make_trainer: MakeTrainer, model: Any
+) -> None:
     """The reference of the KL is the model without adapters, also when they were trained before."""
     import copy
 
     uneven(player)
     reference = copy.deepcopy(model) if beta else None
-    trainer = make_trainer(player, LORA, beta=beta)
+    trainer = make_trainer(player, lora, beta=beta)
     shake(trainer.model)
     assert_same(both(player, trainer, Knobs(beta=beta), reference))
 
 
+@pytest.mark.parametrize("lora", [LORA, WITH_HEAD])
 def test_a_saved_adapter_is_the_policy(
-    player: Player, make_trainer: MakeTrainer, model: Any, tmp_path: Path, tokenizer: Any
+    lora: Any, player: Player, make_trainer: MakeTrainer, model: Any, tmp_path: Path, tokenizer: Any
 ) -> None:
     model.save_pretrained(tmp_path / "base")
     model.config._name_or_path = model.name_or_path = str(tmp_path / "base")
-    trainer = make_trainer(player, LORA)
+    trainer = make_trainer(player, lora)
     shake(trainer.model)
     trainer.save_model(str(tmp_path / "final"))
     again = load_model(str(tmp_path / "final")).eval()
@@ -76,7 +92,8 @@ def test_a_saved_adapter_is_the_policy(
         ({"rank": -1}, "lora.rank is -1; it must be at least 0"),
         ({"rank": 4, "alpha": 0}, "lora.alpha is 0; it must be above 0"),
         ({"rank": 4, "targets": "q_proj,lm_head"}, "lora.targets: lm_head cannot have an adapter"),
-        ({"targets": "q_proj"}, "lora.rank is 0"),
+        ({"targets": "q_proj"}, "lora.rank is 0, so lora.targets"),
+        ({"whole": "lm_head"}, "lora.rank is 0, so lora.whole"),
     ],
 )
 def test_wrong_adapters(lora: dict[str, Any], message: str) -> None:
@@ -87,6 +104,14 @@ def test_wrong_adapters(lora: dict[str, Any], message: str) -> None:
 def test_a_target_that_the_model_does_not_have(model: Any) -> None:
     with pytest.raises(ConfigError, match=r"lora: .*q_porj"):
         with_adapters(model, LoraConfig(rank=4, targets=("q_porj",)))
+
+
+def test_what_cannot_train_whole(model: Any) -> None:
+    with pytest.raises(ConfigError, match="no module lm_haed"):
+        with_adapters(model, LoraConfig(rank=4, whole=("lm_haed",)))
+    model.config.tie_word_embeddings = True
+    with pytest.raises(ConfigError, match="lm_head is tied"):
+        with_adapters(model, LoraConfig(rank=4, whole=("lm_head",)))
 
 
 def test_checkpointed_activations_give_the_same_gradient(player: Player, make_trainer: MakeTrainer) -> None:

@@ -252,7 +252,13 @@ def test_adapters_are_added_to_what_is_written_and_left_alone(model: Any) -> Non
     from peft import LoraConfig, get_peft_model
 
     bare = copy.deepcopy(model)
-    policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    settings = LoraConfig(
+        r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, modules_to_save=["lm_head"]
+    )
+    policy = get_peft_model(model, settings)
+    policy.add_adapter("ref", settings)  # as a trainer keeps the start for its KL penalty
+    with torch.no_grad():
+        policy.get_output_embeddings().weight.add_(0.1 * torch.randn_like(policy.get_output_embeddings().weight))
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     found = dict(named_weights(policy))
     assert set(found) == set(bare.state_dict())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -12,18 +13,21 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from hydra import compose, initialize_config_module
 from transformers import AutoModelForCausalLM
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
-from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.torch_functional import logprobs_from_logits
 from verl.workers.rollout.replica import TokenOutput
 
 from skyenv.errors import EngineError
 from tests.adapters import policies
 from tests.adapters.playing import verl as playing
+
+RECIPE = Path(__file__).parents[3] / "recipes/verl"
 
 
 class Broken(playing.Servers):
@@ -116,6 +120,22 @@ async def mistakes(folder: Path, config: Any) -> list[str]:
     return said
 
 
+async def recipe(folder: Path) -> dict[str, Any]:
+    """What verl makes of the recipe, but for its model: its settings, and what its agent loop is made of."""
+    words = shlex.split((RECIPE / "swe-7b.sh").read_text().partition("main_ppo")[2], comments=True)
+    overrides = [
+        word.replace("recipes/verl", str(RECIPE)).replace("$1", "tasks.parquet") for word in words if "=" in word
+    ]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[*overrides, f"actor_rollout_ref.model.path={folder}"])
+    validate_config(config, use_reference_policy=True, use_critic=False)
+    try:
+        await one(Unpadded(config, playing.Servers(config, policies.tokenizer())), task_id="no-such-task")
+    except ValueError as error:
+        return {"settings": len(overrides), "said": str(error)}
+    return {}
+
+
 async def kept(config: Any, servers: Any) -> list[dict[str, Any]]:
     """What the newer worker is given for two siblings, the second of which may have failed."""
     worker = Unpadded(config, servers)
@@ -155,6 +175,7 @@ def main(out: str) -> None:
             "kept": asyncio.run(kept(config, servers)),
             "left_out": asyncio.run(kept(config, broken)),
             "mistakes": asyncio.run(mistakes(folder, config)),
+            "recipe": asyncio.run(recipe(folder)),
             "cancelled": asyncio.run(cancelled(config)),
         }
     Path(out).write_text(json.dumps(found))
