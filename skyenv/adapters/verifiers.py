@@ -28,7 +28,7 @@ from verifiers.v1.runtimes import DockerRuntimeInfo
 
 import skyenv
 from skyenv import formats
-from skyenv.core import Sandbox, SandboxProvider
+from skyenv.core import Sandbox, SandboxProvider, SelfPlayed
 from skyenv.engines.dialects import Request, chat_answer, chat_body
 from skyenv.envs.swe.loading import load_tasks
 from skyenv.envs.swe.tasks import SweTask
@@ -137,8 +137,8 @@ class SkyEnv(vf.Env[SkyEnvConfig]):
             raise ConfigError(f"task {task.data.id!r} is none of the {len(self._tasks)} of {self._settings.tasks}")
         options = self._settings.env_options
         env = skyenv.make(self._settings.env, tasks=[own], sandbox=self._provider, **options)
-        if not isinstance(env, ToolEnv):
-            raise ConfigError(f"taskset.env: {self._settings.env} has no sandbox to lend")
+        if not isinstance(env, ToolEnv) or isinstance(env, SelfPlayed):
+            raise ConfigError(f"taskset.env: {self._settings.env} has no sandbox to lend, or plays its episodes itself")
         try:
             await self._reset(env, own)
             inside = not isinstance(agents.agent.harness, SkyHarness)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,9 +73,9 @@ def test_adapter_renderer_extends_what_was_sampled(seen: Any) -> None:
     assert (found["answers"], found["text"]) == (None, "answer")
 
 
-def test_adapter_a_step_on_its_samples_makes_what_was_rewarded_likelier(tmp_path: Path) -> None:
+def test_adapter_a_step_on_its_samples_makes_what_was_rewarded_likelier(seen: Any) -> None:
     """verifiers has no trainer: its branches, as ids, mask and reward, under a tiny model's policy gradient."""
-    rows = run("verifiers", "tests.adapters.playing.verifiers", tmp_path)
+    rows = seen["rows"]
     assert [row["reward"] for row in rows] == [1.0, 0.0, 1.0, 0.0]
     model = make_model(policies.tokenizer(), hidden=32, layers=1, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

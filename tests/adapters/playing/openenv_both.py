@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anyio
+import gymnasium
 from fastmcp import FastMCP
 from openenv.core import MCPToolClient
 from openenv.core.env_server import create_fastapi_app
@@ -125,7 +126,7 @@ async def own_action(url: str) -> Any:
         return OpenEnvEnv(url, [TASK], instructions="Guess.")
 
     guess = [ToolCall("act", {"number": number}) for number in (3, 9, 7)]
-    gym = OpenEnvEnv(url, [TASK])
+    gym = gymnasium.make("SkyRL/OpenEnv-v0", url=url, tasks=[TASK])
     observation, info = gym.reset(seed=1)
     faces = [observation, info, *gym.step({"name": "act", "arguments": {"number": 7}})]
     gym.close()
@@ -135,7 +136,7 @@ async def own_action(url: str) -> Any:
         "invalid": told(await played(env, ToolCall("act", {"number": "x"}), ToolCall("look", {}), guess[2])),
         "crashed": told(await played(env, ToolCall("act", {"number": 12}))),
         "gymnasium": faces,
-        "parameters": gym.tools[0].parameters,
+        "parameters": gym.unwrapped.tools[0].parameters,
         "no task list": await refused(list_tasks(url)),
     }
 

@@ -26,7 +26,7 @@ from skyenv.remote.node import create_app
 from skyenv.types import Message, ToolCall, Trajectory
 from tests.adapters import policies
 from tests.adapters.playing.serving import running
-from tests.adapters.playing.verifiers import environment
+from tests.adapters.playing.verifiers import environment, play, with_model
 
 CALL = policies.renderer(policies.tokenizer()).format.render_call
 AGENT = """
@@ -203,6 +203,7 @@ async def main(out: Path) -> None:
     assert vf.environment_class("skyenv_verifiers") is SkyEnv
     assert vf.default_harness_id("skyenv_verifiers") == "skyenv_verifiers"
     found = {
+        "rows": await with_model(play),
         "renderer": renderer(),
         "program": await program(),
         "failures": await failures(),
