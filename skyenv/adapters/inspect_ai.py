@@ -84,7 +84,8 @@ class SkyenvSandbox(SandboxEnvironment):
         """Open a sandbox. ConfigError for wrong settings, SandboxError when none can be had."""
         opening = functools.partial(_open, _settings(config))
         with anyio.CancelScope(shield=True):  # what was opened meanwhile has to be handed over to be closed
-            return {"default": cls(*await to_thread.run_sync(opening))}
+            opened = await to_thread.run_sync(opening)
+        return {"default": cls(*opened)}
 
     @classmethod
     async def sample_cleanup(
