@@ -56,7 +56,7 @@ class InferenceClientEngine:
         session_id: str = "",
     ) -> Completion:
         """Sample one completion. Raises EngineError."""
-        started = anyio.current_time()
+        started, version = anyio.current_time(), getattr(self._client, "weight_version", 0)
         self._sessions.add(session_id)
         asked = {
             "prompt_token_ids": [list(prompt_ids)],
@@ -75,6 +75,7 @@ class InferenceClientEngine:
             token_ids=ids,
             logprobs=logprobs,
             finish_reason=_finish(output["stop_reasons"][0], ids, sampling),
+            policy_version=version,  # not all of SkyRL's clients count; weights may change while this is sampled
             seconds=anyio.current_time() - started,
         )
 
