@@ -83,7 +83,9 @@ class SkyenvSandbox(SandboxEnvironment):
     ) -> dict[str, SandboxEnvironment]:
         """Open a sandbox. ConfigError for wrong settings, SandboxError when none can be had."""
         opening = functools.partial(_open, _settings(config))
-        return {"default": cls(*await to_thread.run_sync(opening))}
+        with anyio.CancelScope(shield=True):  # what was opened meanwhile has to be handed over to be closed
+            opened = await to_thread.run_sync(opening)
+        return {"default": cls(*opened)}
 
     @classmethod
     async def sample_cleanup(

@@ -24,6 +24,7 @@ from skyenv.envs.swe.validation import validate_task
 from skyenv.envs.terminal.env import TIME_IS_UP, TerminalEnv
 from skyenv.errors import ConfigError
 from skyenv.renderer import ByteTokenizer
+from skyenv.testing import check_env
 from skyenv.types import Limits, Message, SamplingParams, StopReason, ToolCall
 from tests.tasks.public_rows import write_harbor
 
@@ -96,6 +97,15 @@ def test_its_own_solution_earns_the_reward_and_nothing_does_not(everywhere: Sand
     assert (reward, verdict["status"]) == (1.0, "resolved"), verdict
 
 
+def test_a_folder_named_from_where_one_stands(
+    sandboxes: Sandboxes, tally: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tally.parent)
+    (task,) = load_tasks("tally")
+    result = sandboxes.run(partial(validate_task, task))
+    assert result["ok"], result["problems"]
+
+
 def test_the_agent_sees_its_task_and_nothing_of_the_verifier(sandboxes: Sandboxes, tally: Path) -> None:
     async def look(provider: SandboxProvider) -> None:
         async with skyenv.make("SkyRL/Terminal-v0", tasks=tally, sandbox=provider) as env:
@@ -108,6 +118,13 @@ def test_the_agent_sees_its_task_and_nothing_of_the_verifier(sandboxes: Sandboxe
             assert step.observation.startswith("/logs/agent\n/logs/artifacts\n/logs/verifier\nC")
 
     sandboxes.run(look)
+
+
+def test_it_is_an_environment_like_any(sandboxes: Sandboxes, tally: Path) -> None:
+    async def check(provider: SandboxProvider) -> None:
+        await check_env(lambda: TerminalEnv(tally, provider), action=bash("ls"))
+
+    sandboxes.run(check)
 
 
 def test_the_agents_time_is_the_tasks(sandboxes: Sandboxes, tmp_path: Path) -> None:
