@@ -48,6 +48,11 @@ def test_adapter_keeps_failures_out_of_the_baseline(found: Any) -> None:
     assert found["evaluated"] == [1.0, 0.0, 1.0, 0.0]
 
 
+def test_adapter_names_the_trajectory_of_each_step(found: Any) -> None:
+    """What SkyRL's step-wise training needs of rows, failed ones included."""
+    assert found["steps"] == [["0", 0, True], ["0", 1, True], ["1", 0, True], ["1", 1, True]]
+
+
 def test_adapter_names_what_is_wrong(found: Any) -> None:
     no_task, unknown = found["mistakes"]
     assert "column task_id" in no_task

@@ -114,11 +114,11 @@ def rows(output: GeneratorOutput, uids: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-async def played(server: Server, **more: Any) -> tuple[GeneratorOutput, list[str]]:
+async def played(server: Server, rows: Any = "trajectory", **more: Any) -> tuple[GeneratorOutput, list[str]]:
     """A batch through our generator and SkyRL's client."""
     batch, uids = asked(**more)
     async with client_of(server) as client:
-        generator = SkyEnvGenerator(policies.ROLLOUTS, client, server._tokenizer, model=MODEL)
+        generator = SkyEnvGenerator(policies.ROLLOUTS, client, server._tokenizer, rows=rows, model=MODEL)
         return await generator.generate(batch), uids
 
 

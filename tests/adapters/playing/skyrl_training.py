@@ -131,7 +131,13 @@ def main(out: str) -> None:
     failed, _ = asyncio.run(playing.played(broken))
     validate_generator_output(len(uids), failed)
     evaluated, _ = asyncio.run(playing.played(broken, phase="eval"))
+    steps, _ = asyncio.run(playing.played(broken, rows="segment"))
+    validate_generator_output(len(uids), steps, step_wise=True)
     found = {
+        "steps": [
+            [step.instance_id, step.repetition_id, last]
+            for step, last in zip(steps["trajectory_ids"], steps["is_last_step"], strict=True)
+        ],
         "trained": train(output, uids),
         "metrics": output["rollout_metrics"],
         "stop_reasons": output["stop_reasons"],
