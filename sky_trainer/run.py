@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 CONFIG, FINAL = "config.yaml", "final"
 MAY_CHANGE = (
-    *("steps", "save_every", "resume", "staleness", "cpu_threads", "sized_for"),
+    *("out", "steps", "save_every", "resume", "staleness", "cpu_threads", "sized_for"),
     *("evaluation.", "engine.", "launch.", "ray.", "sandbox.", "metrics."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
     *("rollout.grade_ahead", "rollout.longest_first"),

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TEXT = "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
+TEXT = "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))])
 FILES = re.compile(r"^<!-- write [^\n]*-->\n```\w+\n.*?^```", re.DOTALL | re.MULTILINE)  # tested where they are used
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", FILES.sub("", TEXT), re.DOTALL | re.MULTILINE)
 PYTHON = [text for language, text in BLOCKS if language == "python"]

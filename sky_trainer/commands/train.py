@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,7 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
         return check(config, arguments.assume_gpu, arguments.json)
     if arguments.assume_gpu is not None:
         raise ConfigError("--assume-gpu goes with --dry-run; training takes the GPUs that are there")
-    report(train(config, "training"), config, arguments.json)
+    outcome = train(config, "training")
+    if os.environ.get("RANK", "0") == "0":
+        report(outcome, config, arguments.json)
     return 0
 
 

@@ -293,7 +293,7 @@ class _Episode:
         """End the session."""
         if self._under_way is not None:
             self._under_way.cancel()
-            await asyncio.wait([self._under_way])
+            await asyncio.gather(self._under_way, return_exceptions=True)
             self._under_way = None
         with boundary(SandboxError, "closing the session"):
             await self.client.close()

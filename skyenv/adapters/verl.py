@@ -3,7 +3,8 @@
 verl makes one `SkyEnvAgentLoop` for each sample and runs all samples of a batch at once on a worker's event loop; ours
 share stages and sandboxes there (`skyenv.adapters.sharing`). Every id goes through `server_manager.generate` and back
 unchanged; nothing is templated or tokenised by verl. A trajectory that may not train is left out of the batch, which
-verl's trainer allows; its padded worker does not, and gets a row without a trained id whose score is 0.
+verl's trainer allows; its padded worker does not, and gets a row without a trained id whose score is 0, which the
+advantage estimator `skyenv_grpo` leaves out of its group.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any, Literal
 from uuid import uuid4
 
 import anyio
+import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
 from skyenv.adapters.opening import Rollouts
 from skyenv.adapters.sharing import named_task, shared_rollouts
@@ -162,6 +165,22 @@ class SkyEnvAgentLoop(AgentLoopBase):
             ),
             extra_fields=extra,
         )
+
+
+@register_adv_est("skyenv_grpo")
+def grpo_without_failures(
+    token_level_rewards: Any, response_mask: Any, index: Any, config: Any = None, **_: Any
+) -> tuple[Any, Any]:
+    """GRPO of verl over the rows that hold a trained id; the others count in no baseline and get zeros (rows x ids)."""
+    advantages, played = torch.zeros_like(token_level_rewards), response_mask.sum(dim=-1) > 0
+    if played.any():
+        advantages[played], _returns = compute_grpo_outcome_advantage(
+            token_level_rewards[played],
+            response_mask[played],
+            index[played.cpu().numpy()],
+            norm_adv_by_std_in_grpo=config is None or config.get("norm_adv_by_std_in_grpo", True),
+        )
+    return advantages, advantages
 
 
 def dataset(rollouts: Rollouts, agent_name: str = "skyenv") -> Any:

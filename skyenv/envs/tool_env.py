@@ -94,6 +94,11 @@ class ToolEnv(GymnasiumEnv, Generic[TaskT]):
         """The task of the current episode. Raises `ResetNeeded` before `areset`."""
         return self._current().task
 
+    @property
+    def sandbox(self) -> Sandbox | None:
+        """The sandbox of the current episode, None where there is none or no longer. Raises `ResetNeeded`."""
+        return self._current().sandbox
+
     async def areset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:

@@ -10,6 +10,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = sorted(path.stem for path in (ROOT / ".ci/locks/adapters").glob("*.txt"))
+PLAYED = [library for library in LIBRARIES if (ROOT / f"tests/adapters/playing/{library}.py").exists()]
+"""Those that train on rows of tokens."""
 
 
 def python(library: str) -> Path:

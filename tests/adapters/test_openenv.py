@@ -12,6 +12,8 @@ from skyenv.errors import ConfigError
 from tests.adapters import policies
 from tests.adapters.libraries import run
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -89,6 +91,11 @@ def test_adapter_a_failure_of_the_server_is_no_sample(seen: Any) -> None:
     assert seen["capacity"]["busy"].startswith("SandboxUnavailable: Server at capacity")
     assert seen["capacity"]["then"] == "A number from 1 to 9."
     assert seen["capacity"]["closed"].startswith("SandboxUnavailable")
+
+
+@pytest.mark.adapter
+def test_adapter_frees_the_sandbox_of_a_call_that_nobody_waits_for(seen: Any) -> None:
+    assert seen["cancelled"] == [1, 0]
 
 
 @pytest.mark.adapter

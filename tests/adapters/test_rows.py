@@ -10,7 +10,7 @@ import pytest
 
 from skyenv.samples import Row
 from tests.adapters import policies
-from tests.adapters.libraries import LIBRARIES, run
+from tests.adapters.libraries import PLAYED, run
 
 GROUP_SIZE = 2
 FIELDS = ("task_id", "prompt_ids", "completion_ids", "loss_mask", "logprobs", "reward")
@@ -24,6 +24,7 @@ def own() -> list[dict[str, Any]]:
 
 
 @pytest.mark.adapter
-@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", PLAYED)
 def test_adapter_rows_are_our_own(library: str, own: list[dict[str, Any]], tmp_path: Path) -> None:
     assert run(library, f"tests.adapters.playing.{library}", tmp_path) == own

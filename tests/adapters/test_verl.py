@@ -13,7 +13,9 @@ pytestmark = [pytest.mark.adapter, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run("verl", "tests.adapters.playing.verl_training", tmp_path_factory.mktemp("verl"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_USE_EXTERNAL_MODULES", "skyenv.adapters.verl")  # as trainers are told of an estimator
+        return run("verl", "tests.adapters.playing.verl_training", tmp_path_factory.mktemp("verl"))
 
 
 def test_adapter_moves_the_policy_as_verls_trainer_should(found: Any) -> None:
@@ -41,18 +43,39 @@ def test_adapter_asks_verls_servers_with_verls_sampling(found: Any) -> None:
         assert request["logprobs"] is True
         assert request["max_tokens"] == 2048
         assert request["stop_token_ids"]
-    assert {request["temperature"] for request in asked[:4]} == {1.0}
-    assert {request["temperature"] for request in asked[4:]} == {0.7}
+        assert request["temperature"] == 1.0
+
+
+def test_adapter_fills_verls_queue(found: Any) -> None:
+    """One row a sample under verl's key, each column as long as its ids, the score once, the weights' steps beside."""
+    queued = found["queued"]
+    assert queued["states"] == {"a": "finished", "b": "finished"}
+    assert {key: row["score"] for key, row in queued["rows"].items()} == {
+        "a_0_0": 1.0,
+        "a_1_0": 0.0,
+        "b_0_0": 1.0,
+        "b_1_0": 0.0,
+    }
+    for row in queued["rows"].values():
+        assert len(set(row["lengths"])) == 1
+        assert row["trained"] > 0
+        assert row["steps"] == [7, 8]
 
 
 def test_adapter_leaves_a_failed_sample_out(found: Any) -> None:
     """verl's newer worker takes any number of rows; its padded one gets a row that trains nothing."""
-    assert [len(outputs) for outputs in found["kept"]] == [1, 1]
-    assert [outputs[0]["reward_score"] for outputs in found["kept"]] == [1.0, 0.0]
-    assert [len(outputs) for outputs in found["left_out"]] == [1, 0]
-    good, failed = found["failed"]
+    left = found["left_out"]
+    assert left["states"] == {"a": "finished", "b": "finished"}
+    assert sorted(left["rows"]) == ["a_0_0", "b_0_0"]
+    good, failed = found["failed"][:2]
     assert (good["reward"], sum(good["loss_mask"]) > 0) == (1.0, True)
     assert (failed["reward"], failed["loss_mask"], failed["logprobs"]) == (0.0, [0], [0.0])
+
+
+def test_adapter_keeps_failures_of_the_padded_worker_out_of_the_baseline(found: Any) -> None:
+    """Two samples solved their task, two failed: there is nothing to learn, though verl's own baseline sees zeros."""
+    assert found["baselines"]["skyenv_grpo"] == [0.0, 0.0, 0.0, 0.0]
+    assert found["baselines"]["grpo"][0] > 0
 
 
 def test_adapter_names_what_is_wrong(found: Any) -> None:
@@ -66,3 +89,9 @@ def test_adapter_names_what_is_wrong(found: Any) -> None:
 
 def test_adapter_frees_what_a_cancelled_sample_held(found: Any) -> None:
     assert found["cancelled"] == {"cancelled": True, "during": 1, "after": 0}
+
+
+def test_adapter_recipe_is_one_that_verl_takes(found: Any) -> None:
+    """Its settings are verl's, and its agent loop is made of what it says: the tasks are loaded, the limits fit."""
+    assert found["recipe"]["settings"] > 30
+    assert "'no-such-task' is none of the" in found["recipe"]["said"]

@@ -20,10 +20,12 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
-from gymnasium.wrappers import RecordEpisodeStatistics
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
+from gymnasium.wrappers.vector import RecordEpisodeStatistics as VectorStatistics
 
 import skyenv
 from envs.repair import FIX, row
+from skyenv import formats
 from skyenv.envs.raw_text import NO_CALL, RawText
 from skyenv.errors import ConfigError, ResetNeeded
 from skyenv.types import ToolCall
@@ -115,6 +117,24 @@ def test_raw_text(env: gym.Env[str, Any]) -> None:
     assert (reward, terminated) == (1.0, True), (observation, info)
 
 
+def test_text_actions_under_a_stack_of_wrappers(env: gym.Env[str, Any]) -> None:
+    """What a plain training loop of Gymnasium stacks, with a policy that answers in text."""
+    stacked = RecordEpisodeStatistics(TimeLimit(RawText(env, "hermes"), max_episode_steps=3))
+    say = formats.get("hermes").render_call
+    stacked.reset(seed=1, options={"task": "calc-unittest"})
+    for text in ("Let me see.", say(ToolCall("execute_bash", {"command": FIX}))):
+        _, reward, terminated, truncated, info = stacked.step(text)
+        assert (reward, terminated, truncated) == (0.0, False, False)
+    _, reward, terminated, _, info = stacked.step(say(ToolCall("finish", {})))
+    assert (reward, terminated, info["verdict"]["status"]) == (1.0, True, "resolved")
+    assert (info["episode"]["r"], info["episode"]["l"]) == (1.0, 3)
+    stacked.reset(seed=1)
+    for expected in (False, False, True):
+        *_, truncated, info = stacked.step("Still thinking.")
+        assert truncated is expected
+    assert info["episode"]["l"] == 3
+
+
 def test_raw_text_needs_tools() -> None:
     with pytest.raises(ConfigError, match="CartPole"):
         RawText(gym.make("CartPole-v1"))
@@ -175,6 +195,20 @@ def test_a_vector_that_starts_the_next_episode_in_the_same_step() -> None:
     assert infos["final_info"]["stop_reason"][1] == "max_turns"
     assert infos["final_info"]["verdict"][0]["status"] == "empty_patch"
     envs.close()
+
+
+def test_statistics_of_vectors() -> None:
+    """Ours, and one that Gymnasium makes of single environments."""
+    for mode in (None, "sync"):
+        envs = gym.make_vec(ENV, num_envs=2, vectorization_mode=mode, tasks=[row()], max_turns=3)
+        counted = VectorStatistics(envs)
+        counted.reset(seed=1)
+        counted.step([bash(FIX), bash("pwd")])
+        _, rewards, terminated, _, infos = counted.step([FINISH, bash("pwd")])
+        assert (list(rewards), list(terminated)) == ([1.0, 0.0], [True, False])
+        assert (infos["episode"]["r"][0], infos["episode"]["l"][0]) == (1.0, 2)
+        assert list(infos["_episode"]) == [True, False]
+        counted.close()
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -24,6 +24,7 @@ from skyenv.envs.swe.validation import validate_task
 from skyenv.envs.terminal.env import TIME_IS_UP, TerminalEnv
 from skyenv.errors import ConfigError
 from skyenv.renderer import ByteTokenizer
+from skyenv.testing import check_env
 from skyenv.types import Limits, Message, SamplingParams, StopReason, ToolCall
 from tests.tasks.public_rows import write_harbor
 
@@ -96,6 +97,43 @@ def test_its_own_solution_earns_the_reward_and_nothing_does_not(everywhere: Sand
     assert (reward, verdict["status"]) == (1.0, "resolved"), verdict
 
 
+@pytest.mark.oci
+def test_a_real_container_image_and_a_judge_in_another(containers: Sandboxes, tmp_path: Path) -> None:
+    """The agent's image has a repository in it, the verifier's is the node's own with the artifacts alone."""
+    node_image = containers.image.rpartition("/")[0] + "/debian"
+    toml = f"""artifacts = ["/calc/calc.py"]
+[environment]
+docker_image = "{containers.image}"
+workdir = "/calc"
+[verifier.environment]
+docker_image = "{node_image}"
+"""
+    files: dict[str, str | None] = {
+        "task.toml": toml,
+        "instruction.md": "Mend add in calc.py.\n",
+        "environment__Dockerfile": None,
+        "solution__solve.sh": "sed -i 's/a - b/a + b/' calc.py\n",
+        "tests__test.sh": "#!/bin/bash\ntest ! -e run.py && python3 -c 'import calc; assert calc.add(2, 3) == 5'\n"
+        "echo $((1 - $?)) > /logs/verifier/reward.txt\n",
+    }
+    folder = write_harbor(tmp_path / "calc", **files)
+    with pytest.raises(ConfigError, match="is missing"):
+        load_tasks(write_harbor(tmp_path / "broken", **{**files, "tests__test.sh": None}))
+    reward, verdict = play(containers, folder, "cat calc.py")
+    assert (reward, verdict["status"]) == (0.0, "unresolved"), verdict
+    reward, verdict = play(containers, folder, "sed -i 's/a - b/a + b/' calc.py")
+    assert (reward, verdict["status"]) == (1.0, "resolved"), verdict
+
+
+def test_a_folder_named_from_where_one_stands(
+    sandboxes: Sandboxes, tally: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tally.parent)
+    (task,) = load_tasks("tally")
+    result = sandboxes.run(partial(validate_task, task))
+    assert result["ok"], result["problems"]
+
+
 def test_the_agent_sees_its_task_and_nothing_of_the_verifier(sandboxes: Sandboxes, tally: Path) -> None:
     async def look(provider: SandboxProvider) -> None:
         async with skyenv.make("SkyRL/Terminal-v0", tasks=tally, sandbox=provider) as env:
@@ -108,6 +146,13 @@ def test_the_agent_sees_its_task_and_nothing_of_the_verifier(sandboxes: Sandboxe
             assert step.observation.startswith("/logs/agent\n/logs/artifacts\n/logs/verifier\nC")
 
     sandboxes.run(look)
+
+
+def test_it_is_an_environment_like_any(sandboxes: Sandboxes, tally: Path) -> None:
+    async def check(provider: SandboxProvider) -> None:
+        await check_env(lambda: TerminalEnv(tally, provider), action=bash("ls"))
+
+    sandboxes.run(check)
 
 
 def test_the_agents_time_is_the_tasks(sandboxes: Sandboxes, tmp_path: Path) -> None:

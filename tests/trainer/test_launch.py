@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +153,10 @@ def train(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts `sky_trainer train` with these values over those above; ended with the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def run(**values: Any) -> subprocess.Popen[str]:
+    def run(under: Sequence[str] = (), **values: Any) -> subprocess.Popen[str]:
         path = tmp_path / "config.yaml"
         path.write_text(json.dumps({**TRAIN, **values}))
-        command = [sys.executable, "-m", "sky_trainer.cli", "train", str(path)]
+        command = [sys.executable, *under, "-m", "sky_trainer.cli", "train", str(path)]
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
         )
@@ -206,6 +206,24 @@ def test_a_run_outlives_its_server_once_and_stops_when_it_is_lost(
     assert run.returncode == 1, said + errors
     assert "no engine server is left" in errors
     assert "serving at" in errors  # the server's last words
+
+
+def test_two_ranks_outlive_the_server_of_the_first(train: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    """The line that a dry run prints for several GPUs, on processors."""
+    out = tmp_path / "run"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = train(torchrun, out=str(out), micro_batch=2, grpo={**TRAIN["grpo"], "entropy_coef": 0.1})  # type: ignore[dict-item]
+    eventually(lambda: steps_of(out) >= 1 or run.poll() is not None)
+    server = server_of(run)
+    assert server is not None, run.communicate()
+    server.kill()
+    said, errors = run.communicate(timeout=PATIENCE)
+    assert run.returncode == 0, said + errors
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in rows)
+    assert (out / "engines" / "0.log").read_text().count("serving at") == 2
+    assert said.count("mean reward") == 1
 
 
 # The environment of an engine, and the section of the configuration.

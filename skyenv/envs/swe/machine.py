@@ -69,17 +69,18 @@ async def verify(grade: Grade, box: Sandbox, environments: Environments, free: F
     clean = replace(task, environment=task.verifier, verifier=None, files="")
     async with environments.open(clean) as fresh:
         await start_machine(fresh, task.repo_path)
+        own = task.verifier.image not in (None, task.environment.image) and await _has_tests(fresh)
         try:
             for path, archive in carried:
                 await fresh.upload(path, archive)
         except SandboxPathError as error:
             grade.status, grade.output = "patch_rejected", str(error)
             return
-        await _run(grade, fresh, environments, tests=task.verifier.image in (None, task.environment.image))
+        await _run(grade, fresh, environments, tests=not own)
 
 
 async def _run(grade: Grade, box: Sandbox, environments: Environments, *, tests: bool) -> None:
-    """Bring the `tests` in, if no image has them, and run the verifier."""
+    """Bring the `tests` in, unless the image has them, and run the verifier."""
     task = grade.task
     if isinstance(task.tests, PatchText | PatchFile):
         raise ConfigError(f"{task.task_id}: tests: a task that is graded on the whole machine brings files")
@@ -95,6 +96,14 @@ async def _run(grade: Grade, box: Sandbox, environments: Environments, *, tests:
     result = await box.exec(command, timeout=task.timeout, max_output_bytes=runner.max_output_bytes)
     judge(grade, job, result, await runner.report(job, box, result))
     grade.timings = {"tests": time.perf_counter() - started}
+
+
+async def _has_tests(box: Sandbox) -> bool:
+    """Whether an image of a verifier brought its tests; nothing of the agent's is in `box` yet."""
+    try:
+        return (await box.stat(f"{TESTS}/test.sh")).kind == "file"
+    except SandboxPathError:
+        return False
 
 
 async def _collect(task: SweTask, box: Sandbox) -> list[tuple[str, bytes]] | None:

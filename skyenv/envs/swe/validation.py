@@ -124,8 +124,8 @@ async def _play(task: SweTask, environments: Environments, *, solve: bool) -> Gr
         if solve:
             if not isinstance(task.reference, SolutionScript):
                 raise ConfigError(f"{task.task_id}: reference: is missing; add a solution script to validate the task")
-            place = task.base / task.reference.directory
-            tree = await fetch_tree(DirectorySource(str(place)), base=task.base, cache=environments.cache)
+            solution = DirectorySource(task.reference.directory)
+            tree = await fetch_tree(solution, base=task.base, cache=environments.cache)
             await box.upload(task.reference.place, await to_thread.run_sync(tree_to_tar, tree))
             result = await box.exec(_solve(task.reference), timeout=task.agent_timeout or SOLUTION_SECONDS)
             grade.output = result.output

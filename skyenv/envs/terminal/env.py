@@ -60,7 +60,7 @@ class TerminalEnv(SWEEnv):
 
     async def astep(self, action: ToolCall | Mapping[str, Any]) -> Step:
         """As `SWEEnv.astep`, within what is left of the agent's time."""
-        with anyio.move_on_at(self._ends):
+        with anyio.CancelScope(deadline=self._ends):
             return await super().astep(action)
         return self._out_of_time()
 

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import anyio
-import uvicorn
 
 import skyenv
 from skyenv.adapters.openenv import OpenEnvTask, application, list_tasks
-from skyenv.remote.listen import Listening
 from skyenv.samples import RowRules, rows_from
 from tests.adapters import policies
+from tests.adapters.playing.serving import running
 
 GROUP_SIZE = 2
 FIELDS = ("task_id", "prompt_ids", "completion_ids", "loss_mask", "logprobs", "reward")
-
-
-@contextmanager
-def running(app: Any) -> Iterator[str]:
-    """The URL of an application, served by a thread of this process."""
-    listener = Listening(port=0).bind()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
-    thread = Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        yield Listening().url(listener)
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 async def play(url: str, tasks: list[OpenEnvTask]) -> list[dict[str, Any]]:

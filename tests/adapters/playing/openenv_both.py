@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import anyio
+import gymnasium
 from fastmcp import FastMCP
 from openenv.core import MCPToolClient
 from openenv.core.env_server import create_fastapi_app
@@ -19,13 +20,16 @@ from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Action, Observation, State
 
+import skyenv
 from skyenv.adapters.openenv import OpenEnvEnv, OpenEnvTask, application, list_tasks, serve
 from skyenv.engines.scripted import ScriptedEngine
 from skyenv.errors import SkyEnvError
+from skyenv.remote import backends
+from skyenv.remote.node import create_app
 from skyenv.rollout import byte_renderer
 from skyenv.types import Limits, ToolCall, Trajectory
 from tests.adapters import policies
-from tests.adapters.playing.openenv import running
+from tests.adapters.playing.serving import running
 
 Scenario = Callable[[str], Awaitable[Any]]
 LIMITS = Limits(max_turns=3, max_tokens_per_turn=512, max_context=1 << 16)
@@ -122,7 +126,7 @@ async def own_action(url: str) -> Any:
         return OpenEnvEnv(url, [TASK], instructions="Guess.")
 
     guess = [ToolCall("act", {"number": number}) for number in (3, 9, 7)]
-    gym = OpenEnvEnv(url, [TASK])
+    gym = gymnasium.make("SkyRL/OpenEnv-v0", url=url, tasks=[TASK])
     observation, info = gym.reset(seed=1)
     faces = [observation, info, *gym.step({"name": "act", "arguments": {"number": 7}})]
     gym.close()
@@ -132,7 +136,7 @@ async def own_action(url: str) -> Any:
         "invalid": told(await played(env, ToolCall("act", {"number": "x"}), ToolCall("look", {}), guess[2])),
         "crashed": told(await played(env, ToolCall("act", {"number": 12}))),
         "gymnasium": faces,
-        "parameters": gym.tools[0].parameters,
+        "parameters": gym.unwrapped.tools[0].parameters,
         "no task list": await refused(list_tasks(url)),
     }
 
@@ -187,6 +191,23 @@ async def failing(url: str) -> Any:
     return told(await played(lambda: OpenEnvEnv(url), ToolCall("execute_bash", {"command": "sleep 20"}), task=OURS))
 
 
+async def cancelled() -> list[int]:
+    """What a node holds during an episode, and once client and server ended in the middle of a call."""
+    held: list[int] = []
+    with running(create_app(backends.get("local"))) as node:
+        served = application(replace(policies.ROLLOUTS, sandbox=node))
+        with running(served) as url:
+            async with skyenv.connect(node) as client:
+                async with OpenEnvEnv(url, [OURS]) as env:
+                    await env.areset()
+                    held.append(len((await client.overview())["sandboxes"]))
+                    with anyio.move_on_after(0.2):
+                        await env.astep(ToolCall("execute_bash", {"command": "sleep 600"}))
+        async with skyenv.connect(node) as client:
+            held.append(len((await client.overview())["sandboxes"]))
+    return held
+
+
 async def capacity(url: str) -> Any:
     async with AsyncExitStack() as stack:
         first, second = [await stack.enter_async_context(OpenEnvEnv(url)) for _ in range(2)]
@@ -229,7 +250,7 @@ async def main(out: Path) -> None:
         (capacity, lambda: guessing(1)),
         (guarded, lambda: application(policies.ROLLOUTS, token="secret")),
     ]
-    found = {"misused": await misused()}
+    found: dict[str, Any] = {"misused": await misused(), "cancelled": await cancelled()}
     for scenario, make in scenarios:
         with running(make()) as url:
             found[scenario.__name__] = await scenario(url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -12,18 +13,23 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from hydra import compose, initialize_config_module
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 from transformers import AutoModelForCausalLM
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 from verl.trainer.ppo.ray_trainer import compute_advantage
-from verl.utils.config import omega_conf_to_dataclass
+from verl.trainer.ppo.v1 import agent_loop_tq
+from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.torch_functional import logprobs_from_logits
 from verl.workers.rollout.replica import TokenOutput
 
 from skyenv.errors import EngineError
 from tests.adapters import policies
 from tests.adapters.playing import verl as playing
+
+RECIPE = Path(__file__).parents[3] / "recipes/verl"
 
 
 class Broken(playing.Servers):
@@ -71,6 +77,13 @@ def train(config: Any, output: DataProto, model: Any) -> dict[str, Any]:
     }
 
 
+def advantages(config: Any, output: DataProto, name: str) -> list[float]:
+    """What verl's trainer gives to each row by an estimator of this name."""
+    output.batch["token_level_rewards"] = output.batch["rm_scores"]
+    settled = compute_advantage(output, adv_estimator=name, config=config.algorithm)
+    return settled.batch["advantages"].sum(-1).tolist()
+
+
 def _logprobs(model: Any, data: Any) -> torch.Tensor:
     """Of what stands in the responses; columns that are padding in every row are not computed."""
     used, width = data["attention_mask"].bool().any(0), data["responses"].shape[1]
@@ -81,7 +94,7 @@ def _logprobs(model: Any, data: Any) -> torch.Tensor:
 
 
 class Unpadded(AgentLoopWorker):
-    """Keeps what an agent loop returns, where verl's newer worker puts it into its queue."""
+    """Returns what an agent loop returns, not padded."""
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **fields: Any) -> Any:
         return output
@@ -116,11 +129,61 @@ async def mistakes(folder: Path, config: Any) -> list[str]:
     return said
 
 
-async def kept(config: Any, servers: Any) -> list[dict[str, Any]]:
-    """What the newer worker is given for two siblings, the second of which may have failed."""
-    worker = Unpadded(config, servers)
-    lists = await asyncio.gather(*(one(worker, task_id=policies.TASKS[0], session_id=number) for number in (0, 1)))
-    return [[output.model_dump() for output in outputs] for outputs in lists]
+async def recipe(folder: Path) -> dict[str, Any]:
+    """What verl makes of the recipe, but for its model: its settings, and what its agent loop is made of."""
+    words = shlex.split((RECIPE / "swe-7b.sh").read_text().partition("main_ppo")[2], comments=True)
+    overrides = [
+        word.replace("recipes/verl", str(RECIPE)).replace("$1", "tasks.parquet") for word in words if "=" in word
+    ]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[*overrides, f"actor_rollout_ref.model.path={folder}"])
+    validate_config(config, use_reference_policy=True, use_critic=False)
+    try:
+        await one(Unpadded(config, playing.Servers(config, policies.tokenizer())), task_id="no-such-task")
+    except ValueError as error:
+        return {"settings": len(overrides), "said": str(error)}
+    return {}
+
+
+class Queue:
+    """Stands for TransferQueue, which needs Ray, in verl's newer worker: keeps what that puts in."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.states: dict[str, str] = {}
+
+    def init(self) -> None:
+        """Nothing to start."""
+
+    async def async_kv_put(self, key: str, partition_id: str, tag: dict[str, Any]) -> None:
+        """How the samples of a prompt stand."""
+        self.states[key] = tag["status"]
+
+    async def async_kv_batch_put(
+        self, keys: list[str], fields: TensorDict, tags: list[dict[str, Any]], partition_id: str
+    ) -> None:
+        """The rows of one sample."""
+        for place, key in enumerate(keys):
+            row, tag = fields[place], tags[place]
+            columns = [row[name] for name in ("responses", "response_mask", "rollout_log_probs", "rm_scores")]
+            self.rows[key] = {
+                "trained": int(row["response_mask"].sum()),
+                "score": float(row["rm_scores"].sum()),
+                "lengths": [len(column) for column in columns],
+                "steps": [tag["min_global_steps"], tag["max_global_steps"]],
+            }
+
+
+async def queued(config: Any, servers: Any) -> dict[str, Any]:
+    """What verl's newer worker puts into its queue for two samples of each of two tasks."""
+    queue = agent_loop_tq.tq = Queue()
+    worker = agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class(config, servers)
+    prompts = [[{"role": "user", "content": task_id}] for task_id in policies.TASKS]
+    columns = {"task_id": NonTensorStack(*policies.TASKS), "uid": NonTensorStack("a", "b")}
+    columns |= {"raw_prompt": NonTensorStack(*prompts), "index": torch.arange(2), "global_steps": NonTensorData(3)}
+    await worker.generate_sequences(TensorDict(columns, batch_size=2))
+    await asyncio.gather(*worker.background_tasks)
+    return {"rows": queue.rows, "states": queue.states}
 
 
 async def cancelled(config: Any) -> dict[str, Any]:
@@ -145,16 +208,19 @@ def main(out: str) -> None:
         worker = AgentLoopWorker(config, servers)
         output = asyncio.run(worker.generate_sequences(pair))
         broken = Broken(config, policies.tokenizer())
-        failed = asyncio.run(AgentLoopWorker(config, broken).generate_sequences(pair))
+        four = playing.batch(np.repeat(policies.TASKS[:1], 4).tolist())
+        failed = asyncio.run(AgentLoopWorker(config, broken).generate_sequences(four))
         found = {
             "meta": {name: output.non_tensor_batch[name].tolist() for name in ("status", "turns", "failed")},
             "steps": [output.non_tensor_batch[f"{end}_global_steps"].tolist() for end in ("min", "max")],
             "asked": servers.asked,
             "trained": train(config, output, model),
             "failed": playing.rows(failed),
-            "kept": asyncio.run(kept(config, servers)),
-            "left_out": asyncio.run(kept(config, broken)),
+            "baselines": {name: advantages(config, failed, name) for name in ("grpo", "skyenv_grpo")},
+            "queued": asyncio.run(queued(config, servers)),
+            "left_out": asyncio.run(queued(config, broken)),
             "mistakes": asyncio.run(mistakes(folder, config)),
+            "recipe": asyncio.run(recipe(folder)),
             "cancelled": asyncio.run(cancelled(config)),
         }
     Path(out).write_text(json.dumps(found))
