@@ -242,7 +242,7 @@ async def test_ten_thousand_edits_against_bytes(files: Any) -> None:
     """Whatever is edited, the bytes before and after the edit stay, and undo gives back every version."""
     rng = random.Random(files.real)
     desk = Desk(files)
-    data, versions, edits, started = b"", [], 0, time.perf_counter()
+    data, versions, edits, started = b"", [], 0, time.process_time()
     files.put(F, data)
     for number in range(5_000):
         if number % 40 == 0:
@@ -262,7 +262,7 @@ async def test_ten_thousand_edits_against_bytes(files: Any) -> None:
         edits += len(versions)
         assert files.get(F) == data
     assert edits > 2_000
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
 
 
 def pick(rng: random.Random, data: bytes) -> str:

@@ -409,9 +409,9 @@ def test_parse_time_is_linear(name: str, unit: str) -> None:
         text = unit * (size // len(unit))
         best = float("inf")
         for _ in range(3):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             formats.get(name).parse(text, TOOLS)
-            best = min(best, time.perf_counter() - begin)
+            best = min(best, time.thread_time() - begin)
         return best
 
     assert seconds(200_000) < 100 * seconds(10_000) + 0.02

@@ -272,7 +272,7 @@ async def test_retries_end_at_the_deadline(server: Server) -> None:
         server.faults = [Response("full", 429) for _ in range(1000)]
         with pytest.raises(EngineError, match="answered 429: full"):
             await ask(engine)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 60  # neither an hour nor a thousand tries
 
 
 async def test_a_server_that_is_not_there() -> None:
@@ -298,7 +298,7 @@ async def test_a_server_that_stalls(server: Server) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(5):
+    with anyio.fail_after(30):
         while not condition():
             await anyio.sleep(0.005)
 
@@ -312,7 +312,7 @@ async def test_cancelling_aborts_the_request(server: Server) -> None:
                 await until(lambda: server.running == 1)
                 started = time.monotonic()
                 scope.cancel()
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 15  # half of what the answer takes
         await until(lambda: server.running == 0)
         assert server.hung_up == 1
         if server.owner == "sglang":
