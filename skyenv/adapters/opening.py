@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import skyenv
 from skyenv import formats
@@ -17,6 +17,7 @@ from skyenv.errors import ConfigError
 from skyenv.portal import Portal
 from skyenv.renderer import Renderer, Tokenizer
 from skyenv.rollout import TurnRules
+from skyenv.samples import RowRules
 from skyenv.types import Limits, SamplingParams, StopReason, TrajectoryGroup
 from skyenv.vector.pipeline import RolloutPipeline, StageWidths
 from skyenv.vector.stopping import StopAction
@@ -71,6 +72,13 @@ class Rollouts:
         tasks = self.load()
         async with skyenv.connect(self.sandbox, self.token) as provider:
             yield self.pipeline(engine, renderer, provider, tasks)
+
+
+def row_rules(tokenizer: Any, rows: Literal["trajectory", "last", "segment"]) -> RowRules:
+    """How rows are made for a model's tokenizer. ConfigError when it has no end-of-sequence token."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("tokenizer: it has no eos token, which a row that may not train consists of")
+    return RowRules(tokenizer.eos_token_id, len(tokenizer), rows)
 
 
 class BlockingRollouts:

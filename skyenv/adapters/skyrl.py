@@ -24,12 +24,12 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 import skyenv
 from skyenv import formats
-from skyenv.adapters.opening import Rollouts
+from skyenv.adapters.opening import Rollouts, row_rules
 from skyenv.adapters.sharing import SharedRollouts, named_task, shared_rollouts
 from skyenv.envs.raw_text import RawText
 from skyenv.errors import ConfigError, EngineError, SkyEnvError, boundary
 from skyenv.renderer import ByteTokenizer, Renderer
-from skyenv.samples import Row, RowRules, rows_from
+from skyenv.samples import Row, rows_from
 from skyenv.types import Completion, FinishReason, Message, SamplingParams, StopReason, TrajectoryGroup
 from skyenv.vector.work import Numbering
 
@@ -115,10 +115,8 @@ class SkyEnvGenerator(GeneratorInterface):
         rows: Literal["trajectory", "last", "segment"] = "trajectory",
         model: str | None = None,
     ) -> None:
-        if tokenizer.eos_token_id is None:
-            raise ConfigError("tokenizer: it has no eos token, which a row that may not train consists of")
         self._rollouts, self._client, self._tokenizer = rollouts, client, tokenizer
-        self._rules = RowRules(tokenizer.eos_token_id, len(tokenizer), rows)
+        self._rules = row_rules(tokenizer, rows)
         self._model = model
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Literal
 
-from skyenv.adapters.opening import BlockingRollouts, Rollouts
+from skyenv.adapters.opening import BlockingRollouts, Rollouts, row_rules
 from skyenv.core import Engine
 from skyenv.errors import ConfigError
-from skyenv.samples import Row, RowRules, rows_from
+from skyenv.samples import Row, rows_from
 from skyenv.types import TrajectoryGroup
 
 
@@ -30,9 +30,7 @@ class TRLRollouts(BlockingRollouts):
         self, rollouts: Rollouts, engine: Engine, tokenizer: Any, *, rows: Literal["trajectory", "last"] = "trajectory"
     ) -> None:
         super().__init__(rollouts, engine, tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise ConfigError("tokenizer: it has no eos token, which a row that may not train consists of")
-        self._rules = RowRules(tokenizer.eos_token_id, len(tokenizer), rows)
+        self._rules = row_rules(tokenizer, rows)
         self.groups: list[TrajectoryGroup] = []
 
     def __call__(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:

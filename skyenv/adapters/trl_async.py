@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 from anyio import to_thread
 
-from skyenv.adapters.opening import BlockingRollouts, Rollouts
+from skyenv.adapters.opening import BlockingRollouts, Rollouts, row_rules
 from skyenv.core import Engine
 from skyenv.engines.control import EngineControl, PauseMode, control_of
 from skyenv.engines.openai import OpenAIEngine
 from skyenv.envs.swe.tasks import SweTask
 from skyenv.errors import ConfigError, SkyEnvError
 from skyenv.portal import Actor, Portal
-from skyenv.samples import Row, RowRules, rows_from
+from skyenv.samples import Row, rows_from
 from skyenv.types import Completion, Message, SamplingParams, Trajectory, TrajectoryGroup
 from skyenv.vector.pipeline import RolloutPipeline, Stages
 from skyenv.vector.stopping import FailureThreshold
@@ -67,15 +67,13 @@ class TRLAsyncRollouts(BlockingRollouts):
         seed: int = 0,
     ) -> None:
         super().__init__(rollouts, engine, tokenizer)
-        if tokenizer.eos_token_id is None:
-            raise ConfigError("tokenizer: it has no eos token")
         for name, value in (("group_size", group_size - 1), ("groups_ahead", groups_ahead), ("queued", queued)):
             if value < 1:
                 raise ConfigError(f"{name}: is too small; a group has at least 2, the others 1")
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(queued)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self._group_size, self._ahead, self._scale, self._seed = group_size, groups_ahead, scale, seed
-        self._rules = RowRules(tokenizer.eos_token_id, len(tokenizer), "segment")
+        self._rules = row_rules(tokenizer, "segment")
         self._clock = _Clock()
         self._player: Actor | None = None
         self._playing: Any = None

@@ -19,11 +19,11 @@ import torch
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
-from skyenv.adapters.opening import Rollouts
+from skyenv.adapters.opening import Rollouts, row_rules
 from skyenv.adapters.sharing import named_task, shared_rollouts
 from skyenv.errors import ConfigError, EngineError
 from skyenv.renderer import Renderer
-from skyenv.samples import Row, RowRules, rows_from
+from skyenv.samples import Row, rows_from
 from skyenv.types import Completion, FinishReason, Message, SamplingParams, Trajectory
 from skyenv.vector.work import Numbering
 
@@ -110,10 +110,7 @@ class SkyEnvAgentLoop(AgentLoopBase):
                 " a trajectory's later part might not fit, so raise the one or lower the other"
             )
         self._shared = shared_rollouts(rollouts, self.tokenizer)
-        eos = self.tokenizer.eos_token_id
-        if eos is None:
-            raise ConfigError("tokenizer: it has no eos token, which a row that may not train consists of")
-        self._rules = RowRules(eos, len(self.tokenizer), rows)
+        self._rules = row_rules(self.tokenizer, rows)
 
     async def run(self, sampling_params: dict[str, Any], **fields: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Play the sample's task. ConfigError for a data set that names no task or for a prompt that is too long."""

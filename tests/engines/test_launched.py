@@ -14,28 +14,19 @@ from safetensors.torch import load_file
 
 from sky_trainer.models import load_model
 from tests.engines.serve import ENVIRONMENTS, OPTIONS
+from tests.trainer.test_launch import TRAIN
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600.0
 CONFIG = {
-    "steps": 3,
-    "save_every": 3,
-    "micro_batch": 4,
-    "cpu_threads": 1,
-    "model": {"path": "tiny", "hidden": 128, "layers": 1, "vocab": 600},
-    "tasks": {"source": "builtin", "level": 1, "limit": 2},
-    "env": {"options": {"prompt": "brief", "observation_max_chars": 200}},
-    "rollout": {
-        "format": "hermes", "describe_tools": "names", "group_size": 2, "groups_per_step": 2, "max_turns": 2,
-        "max_tokens_per_turn": 24, "max_context": 768, "concurrency": 4,
-    },
-    "warm_start": {"steps": 6, "batch_size": 8},
+    **TRAIN,
+    "model": {**TRAIN["model"], "hidden": 128},
     "engine": {"kind": "vllm", "sync": "disk"},
     "launch": {"servers": 1, "environment": str(ENVIRONMENTS / "vllm"), "device": "cpu", "options": OPTIONS["vllm"]},
-    "grpo": {"use_cpu": True, "learning_rate": 1e-3, "entropy_coef": 0.1},
-}  # fmt: skip
+    "grpo": {**TRAIN["grpo"], "entropy_coef": 0.1},
+}
 
 
 def rows(out: Path) -> list[dict[str, float]]:
