@@ -151,7 +151,9 @@ async def test_e12_many_stubborn_sandboxes_are_deleted_at_once(url: str) -> None
                 group.start_soon(hold)
             for _number in range(count):
                 await ready.acquire()
-            assert len(host_processes(mark)) == count
+            with anyio.fail_after(20):
+                while len(host_processes(mark)) != count:  # a shell that forks has its twin's arguments for a moment
+                    await anyio.sleep(0.01)
             release.set()
             with anyio.fail_after(10):
                 for _number in range(count):
