@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from sky_trainer.checks import EXTRA_HINT, EXTRA_MODULES
 from sky_trainer.commands import (
     demo,
     doctor,
@@ -45,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkyEnvError as error:
         print_error(str(error))
         return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_MODULES:
+            raise
+        print_error(f"{arguments.command} needs {package}: {EXTRA_HINT}")
+        return 2
     except OSError as error:
         print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return 1

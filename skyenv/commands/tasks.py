@@ -42,7 +42,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         )
     build.add(verbs)
     images.add(verbs)
-    showing.add_argument("task_id", metavar="ID")
+    showing.add_argument("task_id", metavar="ID", help="the task to show")
     grading.add_argument("--id", required=True, help="the task that the patch is for")
     grading.add_argument("--patch", required=True, metavar="FILE", help="the patch; - reads standard input")
     validating.add_argument("--id", action="append", default=[], help="only this task (may be repeated)")
