@@ -16,6 +16,7 @@ from sky_trainer.commands import (
     demo,
     doctor,
     evaluate,
+    export,
     launch,
     rollout,
     select,
@@ -67,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="sky_trainer", description="Train tool-using language models with GRPO in real sandboxes."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for module in (demo, sft, train, launch, evaluate, rollout, select, show, timeline, serve_engine, doctor):
+    for module in (demo, sft, train, launch, export, evaluate, rollout, select, show, timeline, serve_engine, doctor):
         module.add(commands)
     return parser
 
