@@ -31,7 +31,7 @@ from skyenv.remote.answers import (
 from skyenv.remote.backends import Backend
 from skyenv.remote.calls import Call, CallLog, Result, Work
 from skyenv.remote.metrics import CONTENT_TYPE
-from skyenv.remote.overview import node_overview
+from skyenv.remote.overview import node_health, node_overview
 from skyenv.remote.protocol import (
     ACK,
     KEY,
@@ -169,7 +169,7 @@ async def _keyed(request: Request, calls: CallLog, work: Work) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    return JSONResponse(_node(request).describe())
+    return JSONResponse(node_health(_node(request)))
 
 
 async def _metrics(request: Request) -> Response:
