@@ -21,9 +21,9 @@ from skyenv.vector.lanes import Stages
 from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import Progress
+from skyenv.vector.request import Numbering
 from skyenv.vector.stopping import FailureThreshold
 from skyenv.vector.wire import Beat, End, Portion, Result, Versioned, Word
-from skyenv.vector.work import Numbering
 
 OpenPipeline = Callable[[], AbstractAsyncContextManager[RolloutPipeline]]
 
