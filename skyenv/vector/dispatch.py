@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from skyenv.vector.merged import Merged
 from skyenv.vector.progress import OnEvent
 from skyenv.vector.request import Request
 from skyenv.vector.stopping import Failing, FailureThreshold
-from skyenv.vector.wire import Beat, End, Portion, Result, Word
+from skyenv.vector.timeline import LIFELINES_KEPT, Lifeline
+from skyenv.vector.wire import Beat, End, Lived, Portion, Result, Word
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +150,8 @@ class Dispatcher:
         self.jobs: list[Job] = []
         self._max_losses, self._most_unread = max_losses, most_unread
         self._numbers = itertools.count()
+        self.origin = time.time()
+        self.lifelines: deque[Lifeline] = deque(maxlen=LIFELINES_KEPT)
 
     def add(self, job: Job) -> None:
         """Begin a run."""
@@ -200,6 +204,8 @@ class Dispatcher:
         """Take what a shard said. Of a portion that it no longer holds, nothing."""
         if isinstance(word, Beat):
             seat.beat = word
+        elif isinstance(word, Lived):
+            self.lifelines += (line.later(word.origin - self.origin) for line in word.lifelines)
         elif word.number in seat.groups:
             if isinstance(word, Result):
                 self._deliver(seat.groups[word.number], word.trajectory)

@@ -28,6 +28,7 @@ from skyenv.vector.progress import OnEvent, Progress
 from skyenv.vector.request import Request
 from skyenv.vector.run import TrajectoryRun
 from skyenv.vector.stopping import FailureThreshold
+from skyenv.vector.timeline import Lifeline
 from skyenv.vector.wire import Portion, Word
 
 logger = logging.getLogger(__name__)
@@ -173,6 +174,20 @@ class ShardedPipeline:
             for name, link in self._links.items():
                 group.start_soon(ask, name, link)
         return {**merged_numbers(found), "shards/up": float(len(self._links))}
+
+    @property
+    def origin(self) -> float:
+        """The moment from which its lifelines count, in seconds since 1970."""
+        return self._dispatcher.origin
+
+    def take_lifelines(self) -> list[Lifeline]:
+        """Those of the trajectories that came back since the last call, where the meters of the shards keep a timeline.
+
+        The last 65 536 are kept. The clocks of the shards' machines say what happened when.
+        """
+        taken = list(self._dispatcher.lifelines)
+        self._dispatcher.lifelines.clear()
+        return taken
 
     async def announce(self, version: int) -> None:
         """The engines sample from this policy version: every shard is told, also those that come up later."""
