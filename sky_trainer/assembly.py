@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import skyenv
-from sky_trainer.config import EnvConfig, RolloutConfig, TasksConfig
+from sky_trainer.config import EnvConfig, RolloutConfig
+from sky_trainer.sections.tasks import TasksConfig
 from sky_trainer.tiny import ToolNames
 from skyenv import formats
 from skyenv.core import Engine, Env, SandboxProvider

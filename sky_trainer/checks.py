@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 NEEDED_DISK = 2 << 30
 PACKAGES = ("skyenv", "gymnasium", "torch", "transformers", "trl", "accelerate", "datasets")
 EXTRA_HINT = "pip install 'skyenv[train]'"
+# What the extra brings, as it is imported.
+EXTRA_MODULES = frozenset(
+    ["accelerate", "datasets", "matplotlib", "packaging", "peft", "rich", "safetensors", "tensorboard", "tokenizers",
+     "torch", "transformers", "trl"]
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,12 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from sky_trainer.checks import EXTRA_HINT, EXTRA_MODULES
 from sky_trainer.commands import (
     demo,
     doctor,
     evaluate,
+    export,
     launch,
     rollout,
     select,
@@ -45,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SkyEnvError as error:
         print_error(str(error))
         return 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRA_MODULES:
+            raise
+        print_error(f"{arguments.command} needs {package}: {EXTRA_HINT}")
+        return 2
     except OSError as error:
         print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return 1
@@ -60,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="sky_trainer", description="Train tool-using language models with GRPO in real sandboxes."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for module in (demo, sft, train, launch, evaluate, rollout, select, show, timeline, serve_engine, doctor):
+    for module in (demo, sft, train, launch, export, evaluate, rollout, select, show, timeline, serve_engine, doctor):
         module.add(commands)
     return parser
 

@@ -21,10 +21,11 @@ from typing import Any
 from sky_trainer.config import Config, from_mapping, to_mapping
 from sky_trainer.environments import ensure_environment
 from sky_trainer.layout import Machine
+from sky_trainer.paths import over_paths, whole
 from sky_trainer.sections.ray import RayConfig
+from sky_trainer.settings import build
 from sky_trainer.sharding import worker_spec
 from sky_trainer.supervise import LOGS, EngineServers, Launched, server_specs
-from skyenv.envs.swe.loading import NAMED_SETS
 from skyenv.errors import ConfigError, EngineUnavailable, SkyEnvError, boundary
 from skyenv.vector.progress import OnEvent
 from skyenv.vector.ray import ray_pipeline
@@ -196,23 +197,7 @@ def _with_token(config: Config) -> Config:
 
 def with_whole_paths(config: Config) -> Config:
     """Actors work in directories of their own: what is relative here is named as it is called from the root."""
-    whole = lambda path: str(Path(path).absolute()) if path else path  # noqa: E731
-    names = {"tiny", *NAMED_SETS}  # what else is not there is a name of a hub
-    there = lambda path: whole(path) if path not in names and Path(path).exists() else path  # noqa: E731
-    return dataclasses.replace(
-        config,
-        out=whole(config.out),
-        model=dataclasses.replace(config.model, path=there(config.model.path)),
-        tasks=dataclasses.replace(config.tasks, source=there(config.tasks.source)),
-        stages=tuple(
-            dataclasses.replace(stage, tasks=dataclasses.replace(stage.tasks, source=there(stage.tasks.source)))
-            for stage in config.stages
-        ),
-        engine=dataclasses.replace(config.engine, directory=whole(config.engine.directory)),
-        launch=dataclasses.replace(
-            config.launch, environment=whole(config.launch.environment), logs=whole(config.launch.logs)
-        ),
-    )
+    return build(Config, over_paths(to_mapping(config), whole(Path.cwd())))
 
 
 def _train(config: Config, groups: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,13 +19,17 @@ import yaml
 from sky_trainer.advantages import AdvantageConfig
 from sky_trainer.files import write_text
 from sky_trainer.filters import FilterConfig
+from sky_trainer.gpus import assumed
+from sky_trainer.paths import from_home, over_paths
 from sky_trainer.sections.engine import EngineConfig, check_engine
-from sky_trainer.sections.launch import LaunchConfig, check_launch
+from sky_trainer.sections.launch import LaunchConfig, check_delivery, check_launch
 from sky_trainer.sections.lora import LoraConfig, check_lora
 from sky_trainer.sections.metrics import MetricsConfig
+from sky_trainer.sections.model import ModelConfig, WarmStartConfig, check_model
 from sky_trainer.sections.ray import RayConfig, check_ray
 from sky_trainer.sections.sft import SftConfig
-from sky_trainer.settings import build, check_least, plain, read_yaml, with_overrides
+from sky_trainer.sections.tasks import LimitsConfig, StageConfig, TasksConfig, check_tasks
+from sky_trainer.settings import build, check_least, plain, read_yaml, text_keys, with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError
 from skyenv.formats import NativeFormat
@@ -36,50 +40,6 @@ from skyenv.types import StopReason
 from skyenv.vector.stopping import StopAction, check_stop_policy
 
 _RENDERERS_OWN = frozenset({"conversation", "messages", "tools", "tokenize", "add_generation_prompt"})
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """`path`: a directory or hub name of a causal LM, or `tiny` to make one here (`hidden`, `layers`, `vocab`)."""
-
-    path: str = "tiny"
-    dtype: str = "float32"
-    hidden: int = 128
-    layers: int = 2
-    vocab: int = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class TasksConfig:
-    """Which tasks: a set's name or path, then only these ids (empty: all), this level, at most `limit`.
-
-    `shuffle`: training takes them in a new order each time around, else always as they stand.
-    """
-
-    source: str = "builtin"
-    ids: tuple[str, ...] = ()
-    level: int | None = None
-    limit: int | None = None
-    shuffle: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class LimitsConfig:
-    """Budgets of an episode where they differ from those of `rollout`."""
-
-    max_turns: int | None = None
-    max_tokens_per_turn: int | None = None
-    max_context: int | None = None
-    wall_clock: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StageConfig:
-    """A stage of a curriculum: so many optimizer steps on these tasks, within `limits`."""
-
-    steps: int = 0
-    tasks: TasksConfig = field(default_factory=TasksConfig)
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +116,6 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class WarmStartConfig:
-    """Supervised steps on scripted experts before GRPO; 0 steps: none. `expert_rate`: share of right edits."""
-
-    steps: int = 0
-    batch_size: int = 16
-    learning_rate: float = 2e-3
-    expert_rate: float = 0.33
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
     """A whole run, written to the directory `out`. `micro_batch` rows go through the model at once; `cpu_threads` 0
     leaves torch's own choice; `resume` goes on from the newest checkpoint in `out`.
@@ -220,7 +170,7 @@ class Config:
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file and apply `--key value` words. Raises ConfigError naming the field and the fix."""
-    return from_mapping(with_overrides(read_yaml(path), overrides))
+    return from_mapping(with_overrides(read_yaml(path), overrides, text_keys(Config)))
 
 
 def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
@@ -228,12 +178,14 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
 
     What only training forbids, such as several segments a rollout, passes without `training`.
     """
-    config = build(Config, data)
+    config = build(Config, over_paths(plain(build(Config, data)), from_home))
     if config.stages and "steps" not in data:
         config = dataclasses.replace(config, steps=sum(stage.steps for stage in config.stages))
+    _check_run(config)
     _check_rollout(config.rollout)
     check_engine(config.engine, launched=config.launch.servers > 0)
     check_launch(config.launch, config.engine)
+    check_delivery(config.engine, config.launch, config.lora)
     check_ray(config.ray, remote_engine=config.engine.remote, stages=len(config.stages))
     if training:
         _check_curriculum(config)
@@ -254,11 +206,11 @@ def to_mapping(config: Config) -> dict[str, Any]:
     return plain(config)
 
 
-def write(config: Config, path: Path) -> None:
-    """Write the resolved config as YAML, without tokens."""
+def write(config: Config, path: Path, heading: str = "") -> None:
+    """Write the resolved config as YAML, without tokens, below a comment."""
     data = to_mapping(config)
     data["sandbox"]["token"] = data["engine"]["token"] = None
-    write_text(path, yaml.safe_dump(data, sort_keys=False))
+    write_text(path, heading + yaml.safe_dump(data, sort_keys=False))
 
 
 def flat(config: Config) -> dict[str, Any]:
@@ -272,6 +224,23 @@ def _flat(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Iterator[t
             yield from _flat(hint, values[name], f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", values[name]
+
+
+def _check_run(config: Config) -> None:
+    check_least({"seed": (config.seed, 0)})
+    if not config.out:
+        raise ConfigError("out is empty; name the run's directory, such as runs/first")
+    if config.sized_for:
+        try:
+            assumed(config.sized_for)
+        except ConfigError as error:
+            raise ConfigError(f"sized_for: {error}") from error
+    url = config.sandbox.url
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"sandbox.url is {url!r}; it must start with http:// or https://, or be left out")
+    check_model(config.model, config.warm_start)
+    check_tasks(config.tasks, "tasks")
+    check_tasks(config.evaluation.tasks, "evaluation.tasks")
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:
@@ -312,8 +281,7 @@ def _check_training(config: Config) -> None:
             "micro_batch": (config.micro_batch, 1),
             "rollout.group_size": (rollout.group_size, 2),
             "rollout.groups_per_step": (rollout.groups_per_step, 1),
-            "warm_start.steps": (config.warm_start.steps, 0),
-            "warm_start.batch_size": (config.warm_start.batch_size, 1),
+            "cpu_threads": (config.cpu_threads, 0),
         }
     )
     if rollout.temperature <= 0:
@@ -343,6 +311,7 @@ def _check_curriculum(config: Config) -> None:
         return
     for place, stage in enumerate(config.stages):
         check_least({f"stages[{place}].steps": (stage.steps, 1)})
+        check_tasks(stage.tasks, f"stages[{place}].tasks")
         _check_limited(config, stage.limits, f"stages[{place}].limits")
     total = sum(stage.steps for stage in config.stages)
     if config.tasks != TasksConfig():

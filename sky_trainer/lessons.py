@@ -16,9 +16,9 @@ from sky_trainer.demonstrations import Demonstration, Said
 from sky_trainer.sections.sft import SftConfig
 from skyenv.context import Context
 from skyenv.errors import ConfigError
-from skyenv.formats.contract import Format, Parsed
+from skyenv.formats.wrapped import WrappedFormat
 from skyenv.renderer import Renderer
-from skyenv.types import Completion, FinishReason, Message, Segment, ToolCall, ToolSpec, Trajectory
+from skyenv.types import Completion, Message, Segment, ToolCall, ToolSpec, Trajectory
 
 
 @dataclass(slots=True)
@@ -161,31 +161,12 @@ def _written(said: Said, demonstration: Demonstration, renderer: Renderer, tools
     return text
 
 
-class AsWritten:
+class AsWritten(WrappedFormat):
     """A format for conversations that say everything themselves: tools are not described, results not wrapped."""
-
-    def __init__(self, format: Format) -> None:
-        self._format = format
-        self.name = format.name
 
     def render_tools(self, specs: Sequence[ToolSpec]) -> str:
         """Nothing."""
         return ""
-
-    def render_call(self, call: ToolCall) -> str:
-        """As the wrapped format."""
-        return self._format.render_call(call)
-
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """As the wrapped format."""
-        return self._format.parse(text, tools, finish_reason=finish_reason, thinking_open=thinking_open)
 
     def observation(self, text: str, call: ToolCall | None) -> Message:
         """The text as it is."""

@@ -19,28 +19,45 @@ def load_tokenizer(path: str) -> Any:
         raise ConfigError(f"model {path!r}: no tokenizer to load: {_first_line(error)}") from error
 
 
-def load_model(path: str, dtype: str = "float32") -> Any:
+def load_model(path: str, dtype: str = "float32", base: str = "") -> Any:
     """The causal language model of a directory or hub name; of an adapter, the model that it is for with it merged in.
 
-    ConfigError when there is none.
+    A directory's model is called by its whole path, so that what refers to it finds it from anywhere. `base` is the
+    adapter's, where that is no longer where it was. ConfigError when there is none.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.peft_utils import find_adapter_config_file
 
+    path = str(Path(path).absolute()) if Path(path).is_dir() else path
     try:
         adapter = find_adapter_config_file(path)
-        if adapter is not None:
-            return _with_adapter(path, json.loads(Path(adapter).read_bytes())["base_model_name_or_path"], dtype)
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        if adapter is None:
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        below = base or _base_of(path, json.loads(Path(adapter).read_bytes())["base_model_name_or_path"])
+        return _with_adapter(path, below, dtype)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {path!r}: cannot be loaded: {_first_line(error)}") from error
+
+
+def _base_of(path: str, noted: str) -> str:
+    """Where an adapter's base is: as noted, or beside the adapter if both moved."""
+    beside = Path(path).parent / Path(noted).name
+    return str(beside) if not Path(noted).exists() and (beside / "config.json").is_file() else noted
 
 
 def _with_adapter(path: str, base: str, dtype: str) -> Any:
     """It goes by the adapter's name, from which a reference is loaded again."""
     from peft import PeftModel
 
-    model = PeftModel.from_pretrained(load_model(base, dtype), path).merge_and_unload().requires_grad_(True)
+    try:
+        below = load_model(base, dtype)
+    except ConfigError as error:
+        raise ConfigError(f"model {path!r} is an adapter for {base!r}, which cannot be loaded: {error}") from error
+    try:
+        model = PeftModel.from_pretrained(below, path)
+    except RuntimeError as error:
+        raise ConfigError(f"model {path!r} is an adapter for another model than {base!r}: {error}") from error
+    model = model.merge_and_unload().requires_grad_(True)
     model.config._name_or_path = model.name_or_path = path
     return model
 

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 from anyio.from_thread import start_blocking_portal
 
 import skyenv
-from sky_trainer import config as configuration
 from sky_trainer.ahead import Ahead
 from sky_trainer.assembly import choose_tasks, make_pipeline, make_renderer, make_widths
 from sky_trainer.config import Config, RolloutConfig, limited
 from sky_trainer.curriculum import Plan, Stage, make_plan
 from sky_trainer.display import Display
-from sky_trainer.files import PARTIAL, partial_of, publish, remove
+from sky_trainer.files import partial_of, publish, remove
 from sky_trainer.following import check_ranks, follow
+from sky_trainer.identity import prepare_directory
 from sky_trainer.in_loop import InLoop
 from sky_trainer.metering import Metering
 from sky_trainer.record import (
@@ -42,7 +42,6 @@ from sky_trainer.record import (
 from sky_trainer.rollouts import PlannedRollouts, opened
 from sky_trainer.sampling import Place, opened_sampling
 from sky_trainer.sections.lora import with_adapters
-from sky_trainer.settings import read_yaml
 from sky_trainer.starting import Sandboxes, starting_policy
 from sky_trainer.watch import Watch
 from skyenv.core import Engine, SandboxProvider
@@ -59,14 +58,7 @@ from skyenv.vector.progress import OnEvent
 if TYPE_CHECKING:
     from sky_trainer.cluster import Cluster
 
-CONFIG, FINAL = "config.yaml", "final"
-MAY_CHANGE = (
-    *("out", "steps", "save_every", "resume", "staleness", "cpu_threads", "sized_for"),
-    *("evaluation.", "engine.", "launch.", "ray.", "sandbox.", "metrics."),
-    *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
-    *("rollout.grade_ahead", "rollout.longest_first"),
-)
-"""What a resumed run may be given anew: how it runs, not what it trains."""
+FINAL = "final"
 NOT_EXPORTED = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "trainer_state.json", "training_args.bin")
 
 
@@ -294,31 +286,3 @@ def prepare_libraries(config: Config) -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     logging.getLogger("trl").setLevel(logging.ERROR)  # it prints whole rows when a reward is None
-
-
-def prepare_directory(config: Config) -> None:
-    """Make the run directory, or check that it holds this very run. ConfigError otherwise."""
-    path = config.run_dir / CONFIG
-    try:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            if any(file.suffix != PARTIAL for file in config.run_dir.iterdir()):
-                raise ConfigError(f"out: {config.run_dir} holds other files; choose an empty or new directory")
-            configuration.write(config, path)
-    except OSError as error:
-        raise ConfigError(f"out: cannot write to {config.run_dir}: {error.strerror}") from error
-    if not config.resume and read_metrics(config.run_dir):
-        raise ConfigError(f"out: {config.run_dir} holds a run already; choose another or leave resume at true")
-    before = configuration.from_mapping(read_yaml(path))
-    changed = [key for key in different_keys(before, config) if not key.startswith(MAY_CHANGE)]
-    if changed:
-        raise ConfigError(
-            f"out: {config.run_dir} holds a run with another {', '.join(changed)}; choose another directory"
-        )
-    configuration.write(config, path)
-
-
-def different_keys(left: Config, right: Config) -> list[str]:
-    """Dotted keys in which two configurations differ; secrets left aside."""
-    a, b = configuration.flat(left), configuration.flat(right)
-    return [key for key in a if a[key] != b[key] and key != "sandbox.token"]

@@ -11,7 +11,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -22,10 +22,28 @@ from skyenv.errors import ConfigError
 T = TypeVar("T")
 
 
+LARGEST = 1_000_000_000
+"""Of any whole number here: what is above is a slip, and breaks libraries that count in 32 bits."""
+
+
+class _OnceLoader(yaml.SafeLoader):
+    """YAML in which no key of a mapping stands twice; the second would win, and nobody would see it."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and seen.setdefault(key.value, line) != line:
+                raise yaml.YAMLError(
+                    f"{key.value!r} stands twice, in lines {seen[key.value]} and {line}; leave one out"
+                )
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML file; ConfigError when it cannot be read or is something else."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -37,8 +55,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def with_overrides(data: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Lay `--key value`, `--section.key value` and `--key=value` words over `data`; values are read as YAML."""
+def with_overrides(data: Mapping[str, Any], words: Sequence[str], texts: Collection[str] = ()) -> dict[str, Any]:
+    """Lay `--key value`, `--section.key value` and `--key=value` words over `data`; values are read as YAML.
+
+    Of the keys in `texts`, what YAML takes for a number, a date or a truth is text as it was written.
+    """
     merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in data.items()}
     rest = list(words)
     while rest:
@@ -51,7 +72,8 @@ def with_overrides(data: Mapping[str, Any], words: Sequence[str]) -> dict[str, A
                 raise ConfigError(f"--{key}: {section} is {below!r}, not a section")
             target = below
         try:
-            target[leaf] = yaml.safe_load(value)
+            read = yaml.safe_load(value)
+            target[leaf] = value if key in texts and read is not None and not isinstance(read, str) else read
         except yaml.YAMLError as error:
             raise ConfigError(f"--{key} {value}: not valid YAML") from error
     return merged
@@ -86,6 +108,17 @@ def build(kind: type[T], data: Mapping[str, Any], prefix: str = "", known: Seque
             raise ConfigError(unknown_key(f"{prefix}{key}", known))
         values[key] = _convert(hints[key], value, f"{prefix}{key}", known)
     return kind(**values)
+
+
+def text_keys(kind: type[Any], prefix: str = "") -> list[str]:
+    """The dotted keys of a dataclass that hold text, sections included."""
+    keys = []
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            keys += text_keys(hint, f"{prefix}{name}.")
+        elif hint in (str, str | None):
+            keys.append(f"{prefix}{name}")
+    return keys
 
 
 def every_key(kind: type[Any], prefix: str = "") -> list[str]:
@@ -147,7 +180,9 @@ def _convert(hint: Any, value: Any, key: str, known: Sequence[str]) -> Any:
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
             raise ConfigError(f"{key} is {value!r}; write a mapping of keys to values")
-        return dict(value)
+        return {
+            name: _scalar(str, item, f"{key}.{name}") if arguments[1] is str else item for name, item in value.items()
+        }
     return _scalar(hint, value, key)
 
 
@@ -159,6 +194,8 @@ def _scalar(hint: type[Any], value: Any, key: str) -> Any:
         return number
     if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
         raise ConfigError(f"{key} is {value!r}; write a whole number such as 8")
+    if hint is int and abs(value) > LARGEST:
+        raise ConfigError(f"{key} is {value}; it must be at most {LARGEST}")
     if hint is bool and not isinstance(value, bool):
         raise ConfigError(f"{key} is {value!r}; write true or false")
     if hint is str and not isinstance(value, str):

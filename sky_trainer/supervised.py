@@ -19,10 +19,11 @@ import skyenv
 from sky_trainer.assembly import choose_tasks, make_format, make_renderer
 from sky_trainer.config import Config
 from sky_trainer.demonstrations import Demonstration, read_demonstrations
+from sky_trainer.identity import prepare_directory
 from sky_trainer.lessons import AsWritten, Classroom, Lessons
 from sky_trainer.models import load_model, load_tokenizer
 from sky_trainer.record import RunRecord, last_checkpoint
-from sky_trainer.run import FINAL, prepare_directory, prepare_libraries
+from sky_trainer.run import FINAL, prepare_libraries
 from sky_trainer.sections.lora import with_adapters
 from sky_trainer.tiny import make_model, make_tokenizer
 from skyenv.errors import ConfigError

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyenv.formats.contract import Format, Parsed
-from skyenv.types import FinishReason, Message, ToolCall, ToolSpec
+from skyenv.formats.wrapped import WrappedFormat
+from skyenv.types import ToolSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -76,32 +76,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int, see
     return Qwen3ForCausalLM(config)
 
 
-class ToolNames:
+class ToolNames(WrappedFormat):
     """A format whose prompt only names the tools, for models too small to read their documentation."""
-
-    def __init__(self, format: Format) -> None:
-        self._format = format
-        self.name = format.name
 
     def render_tools(self, specs: Sequence[ToolSpec]) -> str:
         """One line."""
         return f"\nTools: {', '.join(spec.name for spec in specs)}"
-
-    def render_call(self, call: ToolCall) -> str:
-        """As the wrapped format."""
-        return self._format.render_call(call)
-
-    def parse(
-        self,
-        text: str,
-        tools: Sequence[ToolSpec],
-        *,
-        finish_reason: FinishReason = "stop",
-        thinking_open: bool = False,
-    ) -> Parsed:
-        """As the wrapped format."""
-        return self._format.parse(text, tools, finish_reason=finish_reason, thinking_open=thinking_open)
-
-    def observation(self, text: str, call: ToolCall | None) -> Message:
-        """As the wrapped format."""
-        return self._format.observation(text, call)

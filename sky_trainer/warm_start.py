@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sky_trainer.config import WarmStartConfig
+from sky_trainer.sections.model import WarmStartConfig
 from skyenv.errors import ConfigError
 from skyenv.types import Segment
 

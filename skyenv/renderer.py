@@ -9,9 +9,8 @@ What an answer's beginning is prompted with (an opened or an empty thinking bloc
 since the model saw it there, also where the template drops it from earlier turns. `history="strip"` is the other
 policy: thinking and that prefix are taken off earlier answers, so each turn that thinks begins a new segment.
 
-Text from prompts and observations is untrusted: wherever it contains the literal of an added token, the literal is
-encoded as ordinary characters, so no control id can come out of a repository's files. Only the template's own text
-and the format's description of the tools yield control ids.
+Text from prompts and observations is untrusted (`encoding`), so no control id can come out of a repository's files.
+Only the template's own text and the format's description of the tools yield control ids.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ from itertools import groupby, takewhile
 from types import MappingProxyType
 from typing import Any, Literal
 
-from skyenv.errors import ConfigError, EnvError, boundary
+from skyenv.encoding import Encoder, Piece
+from skyenv.errors import ConfigError, boundary
 from skyenv.formats.contract import Format, NativeFormat
 from skyenv.tokenizer import ByteTokenizer, Tokenizer
 from skyenv.types import Message, ToolCall, ToolSpec, Trajectory
@@ -38,15 +38,10 @@ _PAD_IN_JSON = "\\u000b"
 _SLOT = re.compile(r"(\v|\\u000b)?@slot-(\d+)@(\v|\\u000b)?")
 _ANSWER = "@the-answer@"
 _RESULT = '\n @result@ "q" \\ <b>\u00e9</b>\t\n'
-_PROBE = "def f(x):\n\treturn '\u00e9\u4e16\U0001f389' # \x01\r\n"
 _THOUGHT = "<think>\n{plan}\n</think>\n\n{answer}"
 _UNTHINK = "</think>"
 
 HistoryPolicy = Literal["keep", "strip"]
-
-
-Piece = tuple[str, bool]
-"""Text and whether it may contain control tokens."""
 
 
 class Renderer:
@@ -72,14 +67,7 @@ class Renderer:
         self.format = format
         self.history: HistoryPolicy = history
         self._options = dict(template_options)
-        added = tokenizer.get_added_vocab()
-        self._control = {text: number for text, number in added.items() if len(text) > 1 and text.strip()}
-        self._control_ids = frozenset(self._control.values())
-        longest_first = sorted(self._control, key=lambda text: (-len(text), text))
-        literals = "|".join(map(re.escape, longest_first)) or r"(?!)"
-        self._literal = re.compile(f"({literals})")
-        self._hidden_literal = re.compile(f"(?=(?:{literals}))")
-        self._check_tokenizer()
+        self._encoder = Encoder(tokenizer)
         self._structured = False
         try:
             self._learn_template()
@@ -94,10 +82,10 @@ class Renderer:
         """Find out how turns end and begin, and check that deltas add up. Raises ConfigError."""
         result = self.format.observation("", ToolCall("execute_bash", {}))
         rest = self._after_answer([result if self._structured else Message("user", "")])
-        found = self._literal.match(rest)
+        found = self._encoder.literal.match(rest)
         if not found:
             raise ConfigError(f"tokenizer: its chat template ends an answer with {rest[:20]!r}, not a control token")
-        self.end_of_turn: int = self._control[found[0]]
+        self.end_of_turn: int = self._encoder.control[found[0]]
         ends = (self.end_of_turn, self.tokenizer.eos_token_id)
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(n for n in ends if n is not None))
         self._ends = frozenset(self.stop_token_ids if self._structured else [self.end_of_turn])
@@ -107,7 +95,7 @@ class Renderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         """Ids of the conversation so far, tools described in the system message, up to where the answer begins."""
-        return self._encode(self._prompt_pieces(messages, tools))
+        return self._encoder.encode(self._prompt_pieces(messages, tools))
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[Message, ...]:
         """The messages with the tools described in the system message, for servers that take text."""
@@ -130,9 +118,9 @@ class Renderer:
     def delta(self, messages: Sequence[Message], *, completion_ids: Sequence[int]) -> list[int]:
         """As `observation`, for any messages that follow a sampled turn; no answer may be among them."""
         pieces = self._delta_pieces(messages)
-        if completion_ids and completion_ids[-1] in self._ends and (end := self._literal.match(pieces[0][0])):
+        if completion_ids and completion_ids[-1] in self._ends and (end := self._encoder.literal.match(pieces[0][0])):
             pieces[0] = (pieces[0][0][end.end() :], True)
-        return self._encode(pieces)
+        return self._encoder.encode(pieces)
 
     def drop_answer_prefix(self, context_ids: list[int]) -> None:
         """Take what only the answer in the making is prompted with off the end of ids, under `strip`."""
@@ -148,12 +136,12 @@ class Renderer:
         """The ids behind the last `</think>` and its line breaks; the end alone where thinking never ends."""
         end = ids[-1:] if ids and ids[-1] in self.stop_token_ids else []
         body = ids[: len(ids) - len(end)]
-        text = self._decode(body)
+        text = self._encoder.decode(body)
         total = text.count(_UNTHINK)
         if not total:
             return end if self.thinking_open or text.lstrip().startswith("<think>") else ids
-        cut = bisect_left(range(len(body)), total, key=lambda n: self._decode(body[:n]).count(_UNTHINK))
-        while cut < len(body) and not self._decode(body[cut : cut + 1]).strip("\n"):
+        cut = bisect_left(range(len(body)), total, key=lambda n: self._encoder.decode(body[:n]).count(_UNTHINK))
+        while cut < len(body) and not self._encoder.decode(body[cut : cut + 1]).strip("\n"):
             cut += 1
         return body[cut:] + end
 
@@ -161,24 +149,24 @@ class Renderer:
         """The text, or about `max_tokens` of it: head and tail, and in between how much was left out."""
         if len(text.encode("utf-8", "replace")) <= max_tokens:  # a token is a byte or more
             return text
-        ids = self._encode_plain(text)
+        ids = self._encoder.plain(text)
         if len(ids) <= max_tokens:
             return text
         half = max(1, max_tokens // 2)
-        head = _shared(self._decode(ids[:half]), text)
-        tail = _shared(self._decode(ids[len(ids) - (max_tokens - half) :])[::-1], text[::-1])[::-1]
+        head = _shared(self._encoder.decode(ids[:half]), text)
+        tail = _shared(self._encoder.decode(ids[len(ids) - (max_tokens - half) :])[::-1], text[::-1])[::-1]
         left_out = f"[... {len(ids) - max_tokens} tokens ({len(text) - len(head) - len(tail)} characters) left out ...]"
         return f"{head}\n{left_out}\n{tail}"
 
     def encode(self, text: str) -> list[int]:
         """Encode text as the model would have written it: control literals become ids. Never for untrusted text."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return self._encoder.trusted(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a sampled turn, without the token that ended it."""
         if ids and ids[-1] in self.stop_token_ids:
             ids = ids[:-1]
-        return self._decode(ids)
+        return self._encoder.decode(ids)
 
     def prompt_hash(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """Short digest of format and prompt ids: equal prompts for equal models have equal hashes."""
@@ -238,7 +226,7 @@ class Renderer:
 
     def _answer_end(self, answered: str) -> int:
         """Where the token begins that ends the structured answer at the end of a rendering; its length if none does."""
-        literals = list(self._literal.finditer(answered, answered.rfind(_ANSWER) + 1))
+        literals = list(self._encoder.literal.finditer(answered, answered.rfind(_ANSWER) + 1))
         last = literals[-1] if literals else None
         if last is None or (last[0].startswith("</") and last[0].replace("/", "") in answered):
             return len(answered)  # the tag that closes a call; what follows the answer ends it
@@ -273,50 +261,6 @@ class Renderer:
             )
             return str(rendered)
 
-    # Ids: control literals in trusted text only.
-
-    def _encode(self, pieces: Sequence[Piece]) -> list[int]:
-        ids: list[int] = []
-        run = ""
-        for text, trusted in pieces:
-            for part in self._literal.split(text) if trusted else (text,):
-                if trusted and part in self._control:
-                    ids += [*self._encode_plain(run), self._control[part]]
-                    run = ""
-                else:
-                    run += part
-        return ids + self._encode_plain(run)
-
-    def _encode_plain(self, text: str) -> list[int]:
-        """Encode text so that no control id comes out: every literal in it is cut behind its first character."""
-        cuts = [found.start() + 1 for found in self._hidden_literal.finditer(text)]
-        ids: list[int] = []
-        for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            ids += self._encode_whole(text[begin:end])
-        return ids
-
-    def _encode_whole(self, text: str) -> list[int]:
-        ids = self.encode(text) if text else []
-        if self._control_ids.isdisjoint(ids):
-            return ids
-        if len(text) == 1:
-            raise EnvError(f"the tokenizer encodes {text!r} as a control token")
-        middle = len(text) // 2  # a normalising tokenizer made a literal out of other characters
-        return self._encode_whole(text[:middle]) + self._encode_whole(text[middle:])
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    # Checks at construction.
-
-    def _check_tokenizer(self) -> None:
-        ids = self._encode_plain(_PROBE)
-        if self._decode(ids) != _PROBE:
-            raise ConfigError("tokenizer: decoding does not give back encoded text; use a byte-level tokenizer")
-        parts = [part for line in _PROBE.splitlines(keepends=True) for part in self._encode_plain(line)]
-        if self._decode(parts) != _PROBE:
-            raise ConfigError("tokenizer: text encoded in parts is changed (a space added in front?)")
-
     def _check_template(self) -> None:
         """Three turns rendered at once must equal prompt, answers and deltas put together."""
         system, user = Message("system", "@system@"), Message("user", "@task@")
@@ -337,7 +281,7 @@ class Renderer:
                 f"before an answer), so appended ids would not be what it renders; with format '{self.format.name}' "
                 "use a template that only appends"
             )
-        if self._encode([(whole, True)]) != self.encode(whole):
+        if self._encoder.encode([(whole, True)]) != self.encode(whole):
             raise ConfigError("tokenizer: it merges text across control tokens, so parts cannot be encoded alone")
 
     def _variants(

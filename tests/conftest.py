@@ -159,5 +159,5 @@ def _server(flavour: Flavour, config: pytest.Config) -> RealServer:
         )
         url = started.url(flavour)
     page, field = ("/v1/models", "root") if flavour == "vllm" else ("/model_info", "model_path")
-    answer = httpx.get(url + page, timeout=10).json()
+    answer = httpx.get(url + page, timeout=100).json()
     return RealServer(flavour, url, Path((answer["data"][0] if flavour == "vllm" else answer)[field]))

@@ -11,13 +11,14 @@ import anyio
 
 from sky_trainer.assembly import choose_tasks
 from sky_trainer.commands.output import make_console, print_json, print_line
-from sky_trainer.config import SandboxConfig, TasksConfig, from_mapping
+from sky_trainer.config import SandboxConfig, from_mapping
 from sky_trainer.evaluated import write_predictions
 from sky_trainer.evaluation import POLICIES, EvalPlan, Policy, evaluate, kept_samples
 from sky_trainer.metering import Metering
 from sky_trainer.readings import one_line, stage_table
 from sky_trainer.scores import scores
 from sky_trainer.sections.metrics import MetricsConfig
+from sky_trainer.sections.tasks import TasksConfig
 from sky_trainer.settings import with_overrides
 from skyenv import formats
 from skyenv.errors import ConfigError

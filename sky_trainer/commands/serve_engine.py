@@ -20,7 +20,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "serve-engine", help="serve a model for rollouts by transformers, where vLLM and SGLang do not run"
     )
-    parser.add_argument("model", help="directory or hub name of a causal language model with its tokenizer")
+    parser.add_argument(
+        "model", metavar="MODEL", help="directory or hub name of a causal language model with its tokenizer"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, help="port, 0 for any free one (default 8000)")
     parser.add_argument("--dtype", default="float32", help="precision of the weights (default float32)")

@@ -134,6 +134,8 @@ def report(outcome: Outcome, config: Config, as_json: bool) -> None:
     print_line(
         f"{rewards} (first and last quarter of {outcome.steps} steps), {outcome.seconds:.0f} s; see {outcome.run_dir}"
     )
+    if config.lora.rank and (outcome.run_dir / "final").is_dir():
+        print_line(f"final holds the adapter; for the whole model: sky_trainer export {outcome.run_dir} OUT")
     if as_json:
         print_json(
             {

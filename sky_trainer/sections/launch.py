@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from sky_trainer.sections.engine import EngineConfig
+from sky_trainer.sections.lora import LoraConfig
 from sky_trainer.settings import check_least
 from skyenv.errors import ConfigError
 
@@ -63,3 +65,23 @@ def check_launch(launch: LaunchConfig, engine: EngineConfig) -> None:
         raise ConfigError(f"launch.gpus names {len(launch.gpus)} sets of devices for {launch.servers} servers")
     if launch.install and not launch.environment:
         raise ConfigError("launch.install needs launch.environment, the directory to install into")
+
+
+def check_delivery(engine: EngineConfig, launch: LaunchConfig, lora: LoraConfig) -> None:
+    """Raise ConfigError where adapters are to travel alone and cannot."""
+    if engine.sync != "lora":
+        return
+    if not lora.rank:
+        raise ConfigError("engine.sync is lora, but lora.rank is 0: there is no adapter; set it, or write disk")
+    if lora.whole:
+        raise ConfigError("engine.sync is lora, which carries adapters alone, and lora.whole is set; write disk")
+    if not launch.servers or engine.kind != "vllm":
+        return
+    if "--enable-lora" not in launch.options:
+        raise ConfigError("launch.options: vLLM takes adapters with --enable-lora --max-loras 2 alone; add them")
+    options = " ".join(launch.options).replace("=", " ").split()
+    most = dict(pairwise(options)).get("--max-lora-rank", "16")
+    if most.isdigit() and lora.rank > int(most):
+        raise ConfigError(
+            f"lora.rank is {lora.rank}, but vLLM takes up to {most}; add --max-lora-rank {lora.rank} to launch.options"
+        )

@@ -15,10 +15,11 @@ from skyenv.engines.control import PauseMode, control_of
 from skyenv.engines.openai import OpenAIEngine
 from skyenv.engines.pool import EnginePool
 from skyenv.engines.starting import RunningServer, started
-from skyenv.formats.contract import Format, Parsed
+from skyenv.formats.contract import Parsed
+from skyenv.formats.wrapped import WrappedFormat
 from skyenv.renderer import Renderer
 from skyenv.trajectory_io import append_trajectories, read_trajectories
-from skyenv.types import FinishReason, Limits, Message, SamplingParams, ToolCall, ToolSpec, Trajectory
+from skyenv.types import FinishReason, Limits, SamplingParams, ToolCall, ToolSpec, Trajectory
 from skyenv.vector.pipeline import RolloutPipeline
 from tests.conftest import RealServer
 from tests.engines.models import logprobs_here, renderer_of, save_model
@@ -32,19 +33,11 @@ GROUP = 2
 UPDATES = 3
 
 
-class Babble:
+class Babble(WrappedFormat):
     """Every text is a call: a random model's words name a file that a real command makes and lists."""
-
-    name = "babble"
-
-    def __init__(self, format: Format) -> None:
-        self._format = format
 
     def render_tools(self, specs: Sequence[ToolSpec]) -> str:
         return ""
-
-    def render_call(self, call: ToolCall) -> str:
-        return self._format.render_call(call)
 
     def parse(
         self,
@@ -56,9 +49,6 @@ class Babble:
     ) -> Parsed:
         command = f"touch note-{text.encode().hex()[:40]}; ls | wc -l; pwd"
         return Parsed((ToolCall("execute_bash", {"command": command}),), None, text)
-
-    def observation(self, text: str, call: ToolCall | None) -> Message:
-        return self._format.observation(text, call)
 
 
 def pipeline(engine: Engine, renderer: Renderer, provider: SandboxProvider) -> RolloutPipeline:

@@ -12,10 +12,12 @@ import pytest
 import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from sky_trainer.cli import main
 from sky_trainer.models import load_model, load_tokenizer
 from sky_trainer.opening import opened_servers
 from sky_trainer.rollouts import call, opened
 from sky_trainer.sections.engine import EngineConfig
+from sky_trainer.sections.lora import LoraConfig, with_adapters
 from sky_trainer.sync.delivery import BroadcastDelivery, Delivery, DiskDelivery, LoraDelivery, Server
 from sky_trainer.sync.files import VersionedFiles
 from sky_trainer.sync.groups import Group, TorchGroup
@@ -212,6 +214,20 @@ class ToVllm(BroadcastDelivery):
             tasks.start_soon(server.control.join, where)
             await anyio.to_thread.run_sync(group.join)
         return group, "transfer"
+
+
+def test_an_exported_model_is_served(portal: BlockingPortal, server: RealServer, tmp_path: Path) -> None:
+    """An adapter merged into its base by `sky_trainer export`: the server samples from base and adapter together."""
+    policy = with_adapters(load_model(str(server.model)), LoraConfig(rank=4))
+    step(policy, 1, 0.2)
+    policy.save_pretrained(tmp_path / "final", save_embedding_layers=False)
+    load_tokenizer(str(server.model)).save_pretrained(tmp_path / "final")
+    assert main(["export", str(tmp_path / "final"), str(tmp_path / "out")]) == 0
+    with opened(portal, opened_servers(EngineConfig(kind=server.flavour, urls=(server.url,)))) as (pool, servers):
+        call(portal, servers[0].control.load_from_disk, str(tmp_path / "out"), 1)
+        answer = call(portal, pool.generate, PROMPT, SamplingParams(temperature=TEMPERATURE, max_tokens=12))
+    assert agree(policy, answer)
+    assert not agree(load_model(str(server.model)), answer)
 
 
 def test_vllm_takes_a_broadcast_by_its_own_protocol(portal: BlockingPortal, tied_vllm: RealServer) -> None:

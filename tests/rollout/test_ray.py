@@ -43,7 +43,7 @@ def sleepers(mark: str) -> list[int]:
 
 
 async def none_left(mark: str) -> None:
-    with anyio.fail_after(60):
+    with anyio.fail_after(100):
         while sleepers(mark):
             await anyio.sleep(0.1)
 

@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
+from sky_trainer.checks import EXTRA_MODULES
 from sky_trainer.cli import main
 from sky_trainer.commands.demo import recipe
 from sky_trainer.commands.interrupts import deferred_interrupt
@@ -83,6 +86,29 @@ def test_bad_input_is_one_line_and_status_2(
     assert "Traceback" not in errors
     assert len(errors.strip().splitlines()) == 1
     assert not list(tmp_path.glob("runs/*/checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["train", str(recipe("demo"))], "torch"),
+        (["launch", str(recipe("demo"))], "packaging"),
+        (["eval", "--policy", "empty", "--limit", "1"], "rich"),
+        (["serve-engine", "tiny"], "torch"),
+    ],
+)
+def test_without_the_extra_a_command_says_what_to_install(words: list[str], missing: str, tmp_path: Path) -> None:
+    block = f"import sys; sys.modules.update(dict.fromkeys({sorted(EXTRA_MODULES)}))"
+    program = f"{block}; from sky_trainer.cli import main; sys.exit(main({words}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{words[0]} needs {missing}: pip install 'skyenv[train]'" in done.stderr
+
+
+def test_the_extra_is_known_by_name() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = project["optional-dependencies"]["train"]
+    assert {Requirement(text).name for text in wanted} == EXTRA_MODULES
 
 
 def test_eval_gold_and_empty(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -238,7 +264,7 @@ def test_an_interrupt_keeps_what_was_written_and_leaves_nothing(tmp_path: Path) 
         assert time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 130
     (line,) = [line for line in errors.splitlines() if line.startswith("sky_trainer:")]
     assert "interrupted after" in line

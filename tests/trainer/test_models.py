@@ -127,21 +127,26 @@ def test_checkpointed_activations_give_the_same_gradient(player: Player, make_tr
     assert torch.allclose(found[0], found[1], atol=1e-6)
 
 
+def experts(tokenizer: Any) -> Any:
+    """A small mixture of experts."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4,
+        num_experts_per_tok=2, decoder_sparse_step=1, max_position_embeddings=512, tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config)
+
+
 class TestExperts:
     """A mixture of experts: its load-balancing loss trains the router, and the rest is as for any model."""
 
     @pytest.fixture
     def model(self, tokenizer: Any) -> Any:
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-        config = Qwen3MoeConfig(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=32,
-            num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4,
-            num_experts_per_tok=2, decoder_sparse_step=1, max_position_embeddings=512, tie_word_embeddings=False,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        return Qwen3MoeForCausalLM(config)
+        return experts(tokenizer)
 
     def test_loss_and_gradient(self, player: Player, make_trainer: MakeTrainer) -> None:
         uneven(player)

@@ -17,13 +17,14 @@ from sky_trainer import sft
 from sky_trainer.assembly import make_renderer
 from sky_trainer.cli import main
 from sky_trainer.commands.demo import recipe
-from sky_trainer.config import Config, ModelConfig, RolloutConfig
+from sky_trainer.config import Config, RolloutConfig
 from sky_trainer.demonstrations import Demonstration, demonstration_of, read_demonstrations
 from sky_trainer.lessons import AsWritten, Classroom, replayed, sampled_runs
 from sky_trainer.models import load_model
 from sky_trainer.record import last_checkpoint, read_metrics
 from sky_trainer.rows import export_rows
 from sky_trainer.sections.lora import LoraConfig
+from sky_trainer.sections.model import ModelConfig
 from sky_trainer.sections.sft import SftConfig
 from sky_trainer.supervised import teach
 from skyenv import formats

@@ -15,11 +15,12 @@ import skyenv
 from sky_trainer import tiny
 from sky_trainer.assembly import choose_tasks, make_format, make_renderer
 from sky_trainer.commands.demo import recipe
-from sky_trainer.config import Config, WarmStartConfig, load
+from sky_trainer.config import Config, load
 from sky_trainer.display import Display, sparkline
 from sky_trainer.lessons import replayed
 from sky_trainer.policies import corpus
 from sky_trainer.rollouts import opened
+from sky_trainer.sections.model import WarmStartConfig
 from sky_trainer.starting import Sandboxes, play_experts
 from sky_trainer.warm_start import batch_loss, supervise
 from skyenv.renderer import ByteTokenizer
