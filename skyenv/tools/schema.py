@@ -19,7 +19,6 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}(?:\.0*)?")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,18}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _INTEGER_LIST = re.compile(r"[(\[]?\s*(-?\d{1,18}(?:\s*,\s*-?\d{1,18})+)\s*,?\s*[)\]]?")
 _IGNORED = frozenset({"security_risk"})
-_ARTICLES = {"integer": "an integer", "array": "an array", "object": "an object"}
 
 
 def check_arguments(spec: ToolSpec, arguments: object) -> dict[str, Any] | str:

@@ -349,7 +349,7 @@ async def test_rollouts(tally: Path) -> None:
         said = sum(message.role == "assistant" for message in messages)
         return renderer.format.render_call(bash(WORK)) if said == 0 else end
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(100):
         async with rollouts.open(ScriptedEngine(renderer, script), renderer) as pipeline:
             (group,) = await pipeline.collect(rollouts.load(), 2)
     assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0]
