@@ -113,7 +113,8 @@ def make_agent(*, sandbox: str | SandboxProvider | None = None, token: str | Non
 
     _check_keywords(kwargs, (*_SWE_KEYWORDS, "command", "packages", "env", "address", "listen"))
     if "command" not in kwargs:
-        raise ConfigError("command: SkyRL/Agent-v0 needs a shell command that runs the agent")
+        example = _example("SkyRL/Agent-v0", """command='my-agent "$SKYENV_ISSUE"'""")
+        raise ConfigError(f"command: SkyRL/Agent-v0 needs a shell command that runs the agent{example}")
     provider = sandbox if sandbox is not None and not isinstance(sandbox, str) else _opener(sandbox, token)
     return AgentEnv(sandbox=provider, **kwargs)
 
@@ -129,8 +130,11 @@ def make_terminal(
     return TerminalEnv(sandbox=provider, **kwargs)
 
 
-def make_openenv(url: str, **kwargs: Any) -> OpenEnvEnv:
+def make_openenv(url: str = "", **kwargs: Any) -> OpenEnvEnv:
     """Make an `OpenEnvEnv`, an OpenEnv environment that runs at `url`."""
+    if not url:
+        example = _example("SkyRL/OpenEnv-v0", 'url="http://127.0.0.1:8000"')
+        raise ConfigError(f"url: SkyRL/OpenEnv-v0 needs the URL of a running OpenEnv server{example}")
     try:
         from skyenv.adapters.openenv_client import OpenEnvEnv
     except ModuleNotFoundError as error:
@@ -145,7 +149,7 @@ def make_openenv(url: str, **kwargs: Any) -> OpenEnvEnv:
 def make_swe_vector(**kwargs: Any) -> SkyVectorEnv:
     """Make `num_envs` SWE environments that step at the same time and share one connection to a node server.
 
-    Takes the arguments of `make_swe` and `autoreset_mode` of `SkyVectorEnv`.
+    Takes the arguments of `make_swe`, and `autoreset_mode` and `timeout` of `SkyVectorEnv`.
     """
     from skyenv.envs.swe.env import SWEEnv
 
@@ -156,7 +160,7 @@ def make_terminal_vector(**kwargs: Any) -> SkyVectorEnv:
     """Make `num_envs` terminal environments, as `make_swe_vector` does."""
     from skyenv.envs.terminal.env import TerminalEnv
 
-    _check_terminal(kwargs, (*_TERMINAL_KEYWORDS, "num_envs", "autoreset_mode"))
+    _check_terminal(kwargs, (*_TERMINAL_KEYWORDS, "num_envs", "autoreset_mode", "timeout"))
     return _make_vector(TerminalEnv, _TERMINAL_KEYWORDS, **kwargs)
 
 
@@ -175,8 +179,9 @@ def _make_vector(
 
     if sandbox is not None and not isinstance(sandbox, str):
         raise ConfigError("sandbox: a vector environment opens its own connection; give a URL or None")
-    _check_keywords(kwargs, (*known, "autoreset_mode"))
-    autoreset_mode = kwargs.pop("autoreset_mode", None)
+    of_vector = ("autoreset_mode", "timeout")
+    _check_keywords(kwargs, (*known, *of_vector))
+    options = {name: kwargs.pop(name) for name in of_vector if name in kwargs}
     kwargs["tasks"] = load_tasks(kwargs["tasks"])
     spaces = kind(**kwargs)
 
@@ -191,7 +196,7 @@ def _make_vector(
         num_envs,
         observation_space=spaces.observation_space,
         action_space=spaces.action_space,
-        autoreset_mode=autoreset_mode,
+        **options,
     )
 
 
@@ -202,7 +207,13 @@ _TERMINAL_KEYWORDS = (*_SWE_KEYWORDS, "image", "network")
 def _check_terminal(given: Mapping[str, Any], known: Sequence[str]) -> None:
     _check_keywords(given, known)
     if "tasks" not in given:
-        raise ConfigError("tasks: SkyRL/Terminal-v0 needs task folders of Harbor or terminal-bench")
+        example = _example("SkyRL/Terminal-v0", 'tasks="my-tasks"')
+        raise ConfigError(f"tasks: SkyRL/Terminal-v0 needs a folder of Harbor's or terminal-bench's tasks{example}")
+
+
+def _example(env_id: str, arguments: str) -> str:
+    """The end of a message about a missing argument: a line that has it, to be copied."""
+    return f", as in\n    gymnasium.make({env_id!r}, {arguments})"
 
 
 def _check_keywords(given: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ def test_python_block(script: str, tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(script)
     result = subprocess.run(
-        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()
@@ -57,5 +57,5 @@ def test_command(line: str, tmp_path: Path) -> None:
     program, *arguments = [*shlex.split(line), *extra]
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     command = [Path(sys.executable).parent / program, *arguments]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr

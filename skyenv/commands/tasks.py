@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from skyenv.commands import build
+from skyenv.commands import build, images
 from skyenv.commands.output import print_line
 from skyenv.errors import ConfigError, SkyEnvError
 
@@ -22,7 +23,7 @@ PLACE = "a set (builtin, pypi, mutated), a file, a folder, a data set of the hub
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """`skyenv tasks list|show|validate|grade|build`."""
+    """`skyenv tasks list|show|validate|grade|build|images`."""
     tasks = commands.add_parser("tasks", help="look at, admit and grade repair tasks")
     verbs = tasks.add_subparsers(required=True, metavar="VERB")
     listing = verbs.add_parser("list", help="one line a task")
@@ -36,7 +37,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     for verb in (validating, grading):
         verb.add_argument("--sandbox", help="URL of a node server (default: sandboxes of this process)")
         verb.add_argument("--token", help="token of that server")
+        verb.add_argument(
+            "--image", default="{image}", help="where images are found, as 'docker-daemon:{image}' (default: {image})"
+        )
     build.add(verbs)
+    images.add(verbs)
     showing.add_argument("task_id", metavar="ID", help="the task to show")
     grading.add_argument("--id", required=True, help="the task that the patch is for")
     grading.add_argument("--patch", required=True, metavar="FILE", help="the patch; - reads standard input")
@@ -51,10 +56,11 @@ def chosen_tasks(arguments: argparse.Namespace, ids: Sequence[str] = ()) -> list
     from skyenv.envs.swe.loading import load_tasks
 
     tasks = load_tasks(arguments.tasks)
-    return _only(tasks, arguments.tasks, ids)
+    return only(tasks, arguments.tasks, ids)
 
 
-def _only(tasks: list[SweTask], source: str, ids: Sequence[str]) -> list[SweTask]:
+def only(tasks: list[SweTask], source: str, ids: Sequence[str]) -> list[SweTask]:
+    """Those of `ids`, all when empty. ConfigError for an id that is not there."""
     known = {task.task_id: task for task in tasks}
     for task_id in ids:
         if task_id not in known:
@@ -117,11 +123,12 @@ def run_grade(arguments: argparse.Namespace) -> int:
 
 async def grade_one(task: SweTask, patch: bytes, arguments: argparse.Namespace) -> dict[str, Any]:
     """The verdict on a patch, from a sandbox server of this process or elsewhere."""
+    from skyenv.envs.swe.building import placed
     from skyenv.envs.swe.grading import grade_patch
     from skyenv.remote.client import connect
 
     async with connect(arguments.sandbox, arguments.token) as provider:
-        return await grade_patch(task, patch, provider)
+        return await grade_patch(placed(task, arguments.image), patch, provider)
 
 
 def run_validate(arguments: argparse.Namespace) -> int:
@@ -138,7 +145,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
         refused.append(str(error))
         print_line(f"REFUSED {error}")
 
-    tasks = _only(load_tasks(arguments.tasks, refused=refuse, admitted=False), arguments.tasks, arguments.id)
+    tasks = only(load_tasks(arguments.tasks, refused=refuse, admitted=False), arguments.tasks, arguments.id)
     results = anyio.run(validate_all, tasks, arguments)
     path = arguments.out or records_path(arguments.tasks)
     records = [result["record"] for result in results if result["ok"]]
@@ -152,6 +159,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
 
 async def validate_all(tasks: Sequence[SweTask], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Validate tasks concurrently; a task that cannot be validated is a result too, never the end of the others."""
+    from skyenv.envs.swe.building import placed
     from skyenv.envs.swe.validation import validate_task
     from skyenv.remote.client import connect
 
@@ -163,7 +171,9 @@ async def validate_all(tasks: Sequence[SweTask], arguments: argparse.Namespace) 
         async def one(task: SweTask) -> None:
             async with limiter:
                 try:
-                    result = await validate_task(task, provider, runs=arguments.runs)
+                    result = await validate_task(placed(task, arguments.image), provider, runs=arguments.runs)
+                    if result["ok"]:  # a record is of the task, wherever its images were
+                        result["record"] = replace(result["record"], digest=task.digest)
                 except SkyEnvError as error:
                     result = {"task_id": task.task_id, "ok": False, "problems": [f"{type(error).__name__}: {error}"]}
             results[task.task_id] = result

@@ -7,7 +7,7 @@ from typing import Any, SupportsFloat
 import gymnasium
 
 from skyenv import formats
-from skyenv.envs.tool_env import ToolEnv
+from skyenv.core import Env
 from skyenv.errors import ConfigError
 from skyenv.spaces import Unicode
 
@@ -23,15 +23,15 @@ class RawText(gymnasium.Wrapper[str, Any, str, Any]):
 
     def __init__(self, env: gymnasium.Env[str, Any], format: str = "codeact") -> None:
         super().__init__(env)
-        if not isinstance(env.unwrapped, ToolEnv):
+        if not isinstance(env.unwrapped, Env):
             raise ConfigError(f"RawText wraps environments with tools, not {type(env.unwrapped).__name__}")
-        self._tools = env.unwrapped.tools
+        self._inner: Env = env.unwrapped
         self._format = formats.get(format)
         self.action_space = Unicode()
 
     def step(self, action: str) -> tuple[str, SupportsFloat, bool, bool, dict[str, Any]]:
         """Read and run the calls in `action`."""
-        parsed = self._format.parse(action, self._tools, finish_reason="stop", thinking_open=False)
+        parsed = self._format.parse(action, self._inner.tools, finish_reason="stop", thinking_open=False)
         if not parsed.calls:
             return self.env.step({"error": parsed.error or NO_CALL})
         observations: list[str] = []

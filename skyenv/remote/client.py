@@ -23,9 +23,9 @@ import anyio
 import httpx
 
 from skyenv.errors import SandboxError, SandboxLost, SkyEnvError
+from skyenv.remote.creation import Creation
 from skyenv.remote.protocol import (
     ACK,
-    ATTEMPT,
     KEY,
     META,
     SECRET,
@@ -44,8 +44,6 @@ LOG = logging.getLogger(__name__)
 TRANSFER_TIMEOUT = 660.0
 DELETE_TIMEOUT = 15.0
 LEASE_TICK = 0.2
-FIRST_WAIT = 1.0  # a creation that takes longer than this tells its states
-CREATIONS = 3
 
 
 @asynccontextmanager
@@ -121,14 +119,14 @@ class SandboxClient:
             "env": dict(env or {}),
             "spec": wanted.model_dump(exclude_unset=True),
         }
-        opening = _Opening(self._sender, name, json.dumps(body).encode(), secret, on_state or _no_listener)
+        creation = Creation(self._sender, name, json.dumps(body).encode(), secret, on_state)
         try:
-            await opening.finish()
-            self._leases[opening.id] = wanted.ttl
-            yield RemoteSandbox(self, opening.id, env, wanted, secret)
+            await creation.finish()
+            self._leases[creation.id] = wanted.ttl
+            yield RemoteSandbox(self, creation.id, env, wanted, secret)
         finally:
-            self._leases.pop(opening.id, None)
-            await self._delete(f"/sandboxes/{opening.id}", secret)
+            self._leases.pop(creation.id, None)
+            await self._delete(f"/sandboxes/{creation.id}", secret)
 
     async def _delete(self, path: str, headers: Headers | None = None) -> None:
         """Delete even when cancelled. What a node that is out of reach keeps ends there with its lease."""
@@ -204,49 +202,6 @@ class SandboxClient:
         """One reading request that may transfer a lot."""
         full = f"{path}?{encode_query(**query)}"
         return await self._sender.send("GET", full, headers=headers, timeout=TRANSFER_TIMEOUT)
-
-
-class _Opening:
-    """One creation, from the first request to a sandbox that answers. `id` is how the sandbox is called."""
-
-    def __init__(
-        self, sender: Sender, name: str, body: bytes, secret: Headers, on_state: Callable[[str], None]
-    ) -> None:
-        self.id = name
-        self._name = name
-        self._sender = sender
-        self._body = body
-        self._secret = secret
-        self._on_state = on_state
-
-    async def finish(self) -> None:
-        """Create, and follow the states until it is done. A node that dies meanwhile is replaced by another."""
-        for left in range(CREATIONS - 1, -1, -1):
-            try:
-                return await self._create(first=left == CREATIONS - 1)
-            except SandboxLost as error:
-                if error.reason != "node_lost" or not left:
-                    raise
-                LOG.info("sandbox %s: %s; creating it again", self._name, error)
-
-    async def _create(self, *, first: bool) -> None:
-        headers = self._secret if first else {**self._secret, ATTEMPT: "2"}
-        path = f"/sandboxes/{self._name}?{encode_query(wait=FIRST_WAIT)}"
-        response = await self._sender.send("PUT", path, self._body, headers)
-        while True:
-            meta = decode_meta(response.headers.get(META))
-            self.id = str(meta.get("id", self.id))
-            if response.status_code != 202:
-                return
-            state = str(meta.get("state", "starting"))
-            LOG.info("sandbox %s is %s", self.id, state)
-            self._on_state(state)
-            follow = f"/creations/{self.id}?{encode_query(state=state)}"
-            response = await self._sender.send("GET", follow, headers=self._secret)
-
-
-def _no_listener(_state: str) -> None:
-    return None
 
 
 class RemoteSandbox:

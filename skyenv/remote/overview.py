@@ -1,4 +1,4 @@
-"""What a server tells who watches it (`GET /sandboxes`): a line for each node and for each sandbox.
+"""What a server tells of itself: in `GET /sandboxes` a line for each node and sandbox, in `GET /health`, to gateways.
 
 Sizes are bytes, times seconds; None where it is not known. No secrets, no commands, no output: names, states and sizes.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from skyenv.errors import SandboxProtocolError, SkyEnvError
+from skyenv.remote.protocol import VERSION, NodeReport
 
 if TYPE_CHECKING:
     from skyenv.remote.sandboxes import Node
@@ -38,6 +39,34 @@ async def node_overview(node: Node) -> dict[str, list[Line]]:
         for session in sessions:
             group.start_soon(add, session)
     return {"nodes": [_node_line(node, lines)], "sandboxes": sorted(lines, key=lambda line: str(line["name"]))}
+
+
+def node_health(node: Node) -> dict[str, Any]:
+    """The backend, which limits are active and what is missing, and how full the node is."""
+    return {
+        **node.backend.describe(),
+        "version": VERSION,
+        "sandboxes": len(node.living()),
+        "max_sandboxes": node.admission.slots,
+        "queued": node.admission.waiting,
+        "draining": node.admission.draining,
+        "pools": node.pools.describe(),
+    }
+
+
+def node_report(node: Node, instance: str, url: str) -> NodeReport:
+    """For heartbeats: what the node, which is reached at `url`, has and takes."""
+    return NodeReport(
+        url=url,
+        instance=instance,
+        slots=node.admission.slots,
+        used=node.admission.used - node.pools.ready,
+        queued=node.admission.waiting,
+        images=node.backend.images(),
+        pulling=sorted(node.pulling),
+        draining=node.admission.draining or node.closing,
+        version=VERSION,
+    )
 
 
 def _node_line(node: Node, lines: Iterable[Line]) -> Line:

@@ -6,7 +6,18 @@ import time
 
 from skyenv.remote.backends import Record
 from skyenv.remote.protocol import CreateRequest
-from skyenv.remote.session import lease_end
+
+LEAST_SLACK = 1.0
+
+
+def lease_slack(ttl: float) -> float:
+    """By how much a noted lease may be out of date, in seconds."""
+    return max(LEAST_SLACK, ttl / 8)
+
+
+def lease_end(used: float, ttl: float) -> float:
+    """When a lease ends that was noted when the sandbox was used at `used`."""
+    return used + ttl + lease_slack(ttl)
 
 
 def new_record(name: str, request: CreateRequest, secret: str | None) -> Record:

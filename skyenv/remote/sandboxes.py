@@ -11,13 +11,11 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import re
 import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -30,13 +28,12 @@ from skyenv.remote.channel import Channel
 from skyenv.remote.metrics import Census, Metrics
 from skyenv.remote.pools import Pools
 from skyenv.remote.protocol import (
-    VERSION,
     CreateRequest,
-    NodeReport,
     PoolRequest,
     RollbackParameters,
     SnapshotParameters,
     State,
+    check_name,
 )
 from skyenv.remote.records import new_record
 from skyenv.remote.rest import freeze_idle
@@ -54,11 +51,13 @@ EXPIRED = "its lease ran out"
 LAST_WORDS = 500
 TOMBSTONES = 4096
 CLOSE_TIMEOUT = 30.0
-_NAME = re.compile(r"[0-9a-f]{32}")
 
 
 class Node:
-    """Sandboxes by name, from creation to burial. Enter it with `open`."""
+    """Sandboxes by name, from creation to burial. Enter it with `open`.
+
+    `pulling` are the images that are being made ready, `closing` says that no new sandboxes are taken.
+    """
 
     def __init__(
         self,
@@ -78,8 +77,8 @@ class Node:
         self._gone: OrderedDict[str, str] = OrderedDict()
         self._starts = anyio.CapacityLimiter(STARTS_AT_A_TIME)
         self._secrets: dict[str, str] = {}
-        self._pulling: Counter[str] = Counter()
-        self._closing = False
+        self.pulling: Counter[str] = Counter()
+        self.closing = False
         self._group: TaskGroup | None = None
         self._calls: CallLog | None = None
         self.snapshots = Snapshots(backend)
@@ -130,7 +129,7 @@ class Node:
 
     def close_sessions(self) -> None:
         """End every sandbox and take no new ones; whoever waits for one is told at once."""
-        self._closing = True
+        self.closing = True
         for session in list(self._sessions.values()):
             session.channel.close("the node is closing")
 
@@ -178,15 +177,14 @@ class Node:
 
         Who sends another `secret` later is refused; an empty one protects nothing.
         """
-        if not _NAME.fullmatch(name):
-            raise ConfigError("a sandbox's name is 32 hexadecimal digits")
+        check_name(name)
         if request.spec.network != "none" and not self._allow_egress:
             raise ConfigError("network: this node gives its sandboxes none (it would need --allow-egress)")
         if name in self._gone:
             raise SandboxLost(f"sandbox {name}: {self._gone[name]}")
         if name in self._sessions:
             return Result({})  # a former node made it, and its answer was lost
-        if self._closing:
+        if self.closing:
             raise SandboxUnavailable("the node is closing", 1.0, reason="closing")
         if secret:
             self._secrets[name] = fingerprint(secret)
@@ -222,12 +220,12 @@ class Node:
         started = time.perf_counter()
         if image is not None and image not in self.backend.images():
             self._say(name, "pulling")
-            self._pulling[image] += 1
+            self.pulling[image] += 1
             try:
                 with self.metrics.timed("pull"):
                     await self.backend.pull(image)
             finally:
-                self._pulling -= Counter([image])
+                self.pulling -= Counter([image])
         return time.perf_counter() - started
 
     async def _start(self, name: str, request: CreateRequest) -> Session:
@@ -291,7 +289,7 @@ class Node:
     def _has_room(self) -> bool:
         """Whether a warm sandbox can be made at nobody's cost."""
         admission = self.admission
-        busy = admission.waiting or self._starts.statistics().tasks_waiting or admission.draining or self._closing
+        busy = admission.waiting or self._starts.statistics().tasks_waiting or admission.draining or self.closing
         return not busy and admission.slots - admission.used > max(1, admission.slots // 16)
 
     async def _begin(self, session: Session, request: CreateRequest) -> None:
@@ -388,20 +386,6 @@ class Node:
         while self.pools.ready:
             await self.pools.make_room()
 
-    def report(self, instance: str, url: str) -> NodeReport:
-        """For heartbeats: what this node, which is reached at `url`, has and takes."""
-        return NodeReport(
-            url=url,
-            instance=instance,
-            slots=self.admission.slots,
-            used=self.admission.used - self.pools.ready,
-            queued=self.admission.waiting,
-            images=self.backend.images(),
-            pulling=sorted(self._pulling),
-            draining=self.admission.draining or self._closing,
-            version=VERSION,
-        )
-
     def census(self) -> Census:
         """For the metrics and the overview."""
         starting = self.admission.used - len(self._sessions) - self.pools.ready
@@ -411,15 +395,3 @@ class Node:
             states={"running": len(self._sessions), "starting": max(0, starting)},
             waiting=self.admission.waiting + self._starts.statistics().tasks_waiting,
         )
-
-    def describe(self) -> dict[str, Any]:
-        """For `health`."""
-        return {
-            **self.backend.describe(),
-            "version": VERSION,
-            "sandboxes": len(self._sessions),
-            "max_sandboxes": self.admission.slots,
-            "queued": self.admission.waiting,
-            "draining": self.admission.draining,
-            "pools": self.pools.describe(),
-        }

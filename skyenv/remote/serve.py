@@ -19,6 +19,7 @@ from skyenv.remote.fleet import origin_of
 from skyenv.remote.heartbeat import Heartbeat
 from skyenv.remote.listen import Listening, run, serve_app, watch_signals
 from skyenv.remote.node import app_for
+from skyenv.remote.overview import node_report
 from skyenv.remote.protocol import check_node_name
 from skyenv.remote.sandboxes import Node
 from skyenv.remote.sending import tls_context
@@ -109,7 +110,7 @@ class ServeOptions:
         secure = any(gateway.startswith("https://") for gateway in self.gateways)
         tls = tls_context(self.ca or True) if secure else None
         return Heartbeat(
-            self.name, self.gateways, self.join_token, lambda instance: node.report(instance, address), tls
+            self.name, self.gateways, self.join_token, lambda instance: node_report(node, instance, address), tls
         )
 
 

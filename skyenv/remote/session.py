@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,9 +34,9 @@ from skyenv.remote.channel import Channel
 from skyenv.remote.inside.state import Saved
 from skyenv.remote.inside.wire import Frame
 from skyenv.remote.metrics import Metrics
-from skyenv.remote.pipes import drain, feed
+from skyenv.remote.pipes import receiving, sending
 from skyenv.remote.protocol import ExecParameters, PollParameters
-from skyenv.remote.tasks import background_tasks
+from skyenv.remote.records import lease_end, lease_slack
 from skyenv.types import SandboxStats
 
 LOG = logging.getLogger(__name__)
@@ -46,22 +45,11 @@ INLINE = 1 << 20
 FILE_TIMEOUT = 600.0
 END_GRACE = 15.0
 LONGEST = 8 * 86400.0
-LEAST_SLACK = 1.0
 MOST_ACKNOWLEDGED = 64  # between two requests to the init
 _FIELDS = (
     *("exit_code", "timed_out", "oom", "session_restarted", "running"),
     *("cwd", "cwd_missing", "seconds", "head", "output_bytes"),
 )
-
-
-def lease_slack(ttl: float) -> float:
-    """By how much a noted lease may be out of date, in seconds."""
-    return max(LEAST_SLACK, ttl / 8)
-
-
-def lease_end(used: float, ttl: float) -> float:
-    """When a lease ends that was noted when the sandbox was used at `used`."""
-    return used + ttl + lease_slack(ttl)
 
 
 class Kept(NamedTuple):
@@ -363,30 +351,23 @@ class Session:
 
     async def _receive(self, op: str, header: dict[str, Any]) -> bytes:
         """Ask for something that comes through a pipe; all of it."""
-        reader, writer = os.pipe()
         chunks: list[bytes] = []
-        try:
-            async with background_tasks() as group:
-                drained = anyio.Event()
-                group.start_soon(drain, reader, chunks, drained)
-                try:
-                    await self.ask(op, header, fds=(writer,), timeout=FILE_TIMEOUT)
-                finally:
-                    os.close(writer)
-                await drained.wait()
-        finally:
-            os.close(reader)
+
+        async def take(chunk: bytes) -> None:
+            chunks.append(chunk)
+
+        async with receiving(take) as writer:
+            await self.ask(op, header, fds=(writer,), timeout=FILE_TIMEOUT)
         return b"".join(chunks)
 
     async def _deliver(self, op: str, header: dict[str, Any], data: bytes) -> None:
         """Ask for something that takes its input from a pipe, and feed it."""
-        reader, writer = os.pipe()
-        try:
-            async with background_tasks() as group:
-                group.start_soon(feed, writer, data)
-                await self.ask(op, header, fds=(reader,), timeout=FILE_TIMEOUT)
-        finally:
-            os.close(reader)
+
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            yield data
+
+        async with sending(chunks()) as reader:
+            await self.ask(op, header, fds=(reader,), timeout=FILE_TIMEOUT)
 
 
 def _any_result(frame: Frame) -> Result:

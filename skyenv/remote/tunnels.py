@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import anyio
 from anyio.abc import ByteStream, TaskGroup
@@ -16,7 +16,7 @@ from anyio.abc import ByteStream, TaskGroup
 from skyenv.errors import ConfigError, SandboxLost, SandboxPathError
 from skyenv.remote.calls import Result
 from skyenv.remote.channel import Channel
-from skyenv.remote.pipes import chunks_of, feed
+from skyenv.remote.pipes import chunks_of, put
 from skyenv.remote.protocol import TunnelParameters
 from skyenv.remote.session import Session
 
@@ -115,7 +115,8 @@ async def _inwards(stream: ByteStream, writer: int) -> None:
     """What the target says, until it has said all."""
     try:
         async for data in stream:
-            await feed(os.dup(writer), data)
+            with suppress(BrokenPipeError):
+                await put(writer, data)
     except (OSError, anyio.BrokenResourceError):
         return
 

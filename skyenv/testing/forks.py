@@ -34,7 +34,7 @@ _HOSTILE_TELL = (
 
 
 _SERVE = "python3 -m http.server 8099 >/dev/null 2>&1 &"
-_CONNECT = "for try in {1..200}; do (exec 3<>/dev/tcp/127.0.0.1/8099) 2>/dev/null && break; sleep 0.05; done"
+_CONNECT = "for try in {1..1000}; do (exec 3<>/dev/tcp/127.0.0.1/8099) 2>/dev/null && break; sleep 0.05; done"
 
 
 def _expect(condition: bool, message: object) -> None:
@@ -152,6 +152,7 @@ async def _a_rollback_restores_files_and_session(box: Sandbox, home: str) -> Non
     await box.exec("mkdir d; cd d; echo 1 > a; export A=1; f() { echo f; }; v=1")
     snapshot = await box.snapshot()
     await box.exec("echo 2 > a; rm -rf /srv; mkdir /new; echo x > /dev/shm/x; cd /; unset A v; unset -f f; sleep 60 &")
+    await box.exec("until ps -e | grep -q sleep; do :; done")
     try:
         await box.rollback(snapshot)
     except NotCarried as error:

@@ -17,9 +17,10 @@ import anyio
 from skyenv.core import Sandbox, SandboxProvider
 from skyenv.errors import ConfigError, EnvError, SandboxConflict, SandboxLost, SandboxPathError, SkyEnvError
 from skyenv.testing.forks import FORKS
+from skyenv.types import ExecResult
 
 Check = Callable[[Sandbox, str], Awaitable[None]]
-CHECK_TIMEOUT = 60.0
+CHECK_TIMEOUT = 200.0
 CHECKS_AT_A_TIME = 4
 
 
@@ -96,18 +97,18 @@ async def _a_lost_shell_is_replaced(box: Sandbox, home: str) -> None:
 
 async def _syntax_errors_answer_at_once(box: Sandbox, _home: str) -> None:
     for command in ("echo 'abc", "if true; then", "echo $(ls"):
-        result = await box.exec(command, timeout=10.0)
+        result = await box.exec(command, timeout=60.0)
         _expect(result.exit_code == 2 and not result.timed_out, result)
 
 
 async def _standard_input_is_empty(box: Sandbox, _home: str) -> None:
-    result = await box.exec("cat; read x; echo end", timeout=10.0)
+    result = await box.exec("cat; read x; echo end", timeout=60.0)
     _expect(result.output == "end\n", result)
 
 
 async def _a_terminal_takes_text_and_changes_nothing(box: Sandbox, home: str) -> None:
-    asked = await box.exec('cd /; read -p "name? " x; echo "[$x]"', soft_timeout=1.0, terminal=True)
-    _expect(asked.running and asked.output == "name? ", asked)
+    asked = await box.exec('cd /; read -p "name? " x; echo "[$x]"', soft_timeout=0.5, terminal=True)
+    _expect(await _until(box, asked, "name? ") == "name? ", asked)
     answered = await box.send_input("Ada\n")
     _expect((answered.exit_code, answered.output, answered.cwd) == (0, "Ada\n[Ada]\n", home), answered)
     await box.exec("sleep 60", soft_timeout=0.2, terminal=True)
@@ -117,9 +118,19 @@ async def _a_terminal_takes_text_and_changes_nothing(box: Sandbox, home: str) ->
 
 async def _a_timeout_keeps_output_and_kills(box: Sandbox, _home: str) -> None:
     nap = _unique_nap()
-    result = await box.exec(f"echo part; sleep {nap} | sleep {nap}; sleep {nap}", timeout=0.5)
+    result = await box.exec(f"echo part; sleep {nap} | sleep {nap}; sleep {nap}", timeout=2.0)
     _expect(result.timed_out and result.exit_code == 124 and result.output == "part\n", result)
-    _expect(await _count(box, nap) == 0, "processes survived the timeout")
+    await _gone(box, nap)
+
+
+async def _until(box: Sandbox, result: ExecResult, text: str) -> str:
+    """All that a running command printed until it had printed `text` and was silent."""
+    seen = result.output
+    while text not in seen:
+        _expect(result.running, f"over without {text!r}: {seen!r}")
+        result = await box.poll(soft_timeout=0.2)
+        seen += result.output
+    return seen
 
 
 def _unique_nap() -> str:
@@ -127,32 +138,37 @@ def _unique_nap() -> str:
     return f"97.{secrets.randbelow(10**9):09}"
 
 
-async def _count(box: Sandbox, nap: str) -> int:
-    """How many processes sleep for `nap` seconds; the pattern does not match the program that looks for it."""
-    listing = "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' '"
-    result = await box.exec(f"{listing} | grep -o 'sleep [9]{nap[1:]}' | wc -l")
-    return int(result.output)
+async def _gone(box: Sandbox, nap: str) -> None:
+    """No process sleeps for `nap` seconds, though what was killed may take a moment to be gone.
+
+    The pattern does not match the program that looks for it.
+    """
+    found = f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' | grep -q 'sleep [9]{nap[1:]}'"
+    result = await box.exec(f"while {found}; do :; done", timeout=60.0)
+    _expect(not result.timed_out, "processes survived the timeout")
 
 
 async def _stubborn_programs_die(box: Sandbox, _home: str) -> None:
     result = await box.exec("sh -c 'trap \"\" INT TERM; while :; do sleep 1; done'", timeout=0.3)
-    _expect(result.timed_out and result.seconds < 6, result)
-    result = await box.exec("echo alive", timeout=2.0)
+    _expect(result.timed_out, result)
+    result = await box.exec("echo alive", timeout=60.0)
     _expect(result.output == "alive\n", result)
 
 
 async def _background_work_does_not_hold(box: Sandbox, _home: str) -> None:
-    result = await box.exec("(sleep 0.3; echo late) & echo now", timeout=10.0)
-    _expect(result.output == "now\n" and result.seconds < 5, result)
-    result = await box.exec("sleep 0.6; echo next", timeout=10.0)
+    result = await box.exec("(sleep 0.3; echo late) & echo now", timeout=60.0)
+    _expect(result.output == "now\n", result)
+    result = await box.exec("sleep 0.6; echo next", timeout=60.0)
     _expect(result.output == "next\n", f"background output mixed in: {result}")
 
 
-async def _a_silent_command_can_be_followed(box: Sandbox, _home: str) -> None:
-    first = await box.exec("echo a; sleep 0.6; echo b", timeout=20.0, soft_timeout=0.2)
-    _expect(first.running and first.exit_code == -1 and first.output == "a\n", first)
+async def _a_silent_command_can_be_followed(box: Sandbox, home: str) -> None:
+    first = await box.exec("echo a; until [ -e go ]; do sleep 0.1; done; echo b", timeout=60.0, soft_timeout=0.2)
+    _expect(first.running and first.exit_code == -1, first)
+    _expect(await _until(box, first, "a\n") == "a\n", first)
     error = await _refused(box.exec("true"), EnvError, "a second command while one runs")
     _expect("running" in str(error), error)
+    await box.write_file(f"{home}/go", b"")
     last = await box.poll()
     _expect(not last.running and last.exit_code == 0 and last.output == "b\n", last)
     await _refused(box.poll(), EnvError, "poll when idle")
@@ -160,10 +176,10 @@ async def _a_silent_command_can_be_followed(box: Sandbox, _home: str) -> None:
 
 
 async def _a_running_command_can_be_interrupted(box: Sandbox, _home: str) -> None:
-    first = await box.exec("echo a; sleep 60", timeout=60.0, soft_timeout=0.2)
+    first = await box.exec("echo a; sleep 600", timeout=600.0, soft_timeout=0.2)
     _expect(first.running, first)
     last = await box.interrupt()
-    _expect(last.exit_code == 130 and not last.timed_out and last.seconds < 10, last)
+    _expect(last.exit_code == 130 and not last.timed_out, last)
     result = await box.exec("echo alive")
     _expect(result.output == "alive\n", result)
 
@@ -213,7 +229,7 @@ async def _writing_compares_first(box: Sandbox, home: str) -> None:
 
 async def _special_files_are_refused(box: Sandbox, home: str) -> None:
     await box.exec("mkfifo fifo; ln -s fifo link; ln -s nowhere dangling; mkdir dir")
-    with anyio.fail_after(10):
+    with anyio.fail_after(CHECK_TIMEOUT / 2):
         for name in ("fifo", "link", "dangling", "dir", "missing", "dir/missing/x"):
             await _refused(box.read_file(f"{home}/{name}"), SandboxPathError, f"reading {name}")
         await _refused(box.read_file("/dev/zero"), SandboxPathError, "reading a device")
@@ -285,7 +301,8 @@ async def _processes_can_be_killed(box: Sandbox, home: str) -> None:
     _expect(len(started.output.split()) == 2, started)
     await box.kill_processes()
     result = await box.exec(
-        f"ls; echo $A; for pid in {started.output.strip()}; do kill -0 $pid 2>/dev/null && echo $pid; done"
+        f"ls; echo $A; for pid in {started.output.strip()}; do while kill -0 $pid 2>/dev/null; do :; done; done",
+        timeout=60.0,
     )
     _expect(result.output == "kept\n1\n" and result.session_restarted, result)
 
@@ -306,10 +323,10 @@ _CONNECT = (
 
 
 async def _only_loopback_exists(box: Sandbox, _home: str) -> None:
-    result = await box.exec(_CONNECT.format("192.0.2.1", 80), timeout=10)
+    result = await box.exec(_CONNECT.format("192.0.2.1", 80), timeout=60)
     _expect(result.exit_code == 1 and not result.timed_out, f"the network answers: {result}")
     _expect("unreachable" in result.output, f"the network is there, and silent: {result}")
-    result = await box.exec(_CONNECT.format("127.0.0.1", 9), timeout=10)
+    result = await box.exec(_CONNECT.format("127.0.0.1", 9), timeout=60)
     _expect(result.exit_code == 1 and "refused" in result.output, f"loopback does not work: {result}")
 
 
@@ -317,7 +334,7 @@ async def _privileges_are_few(box: Sandbox, _home: str) -> None:
     for command in ("mount -t tmpfs x /mnt", "unshare -r true", "mknod /tmp/d b 8 0", "chroot / mount -t proc p /mnt"):
         result = await box.exec(command)
         _expect(result.exit_code != 0, f"{command} worked")
-    result = await box.exec("grep NoNewPrivs /proc/self/status; cat /proc/1/environ /proc/1/maps", timeout=10)
+    result = await box.exec("grep NoNewPrivs /proc/self/status; cat /proc/1/environ /proc/1/maps", timeout=60)
     _expect(result.output.startswith("NoNewPrivs:\t1\n") and "-" not in result.output[14:40], result)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import skyenv
+from skyenv.envs.raw_text import NO_CALL
 from skyenv.errors import ConfigError
 from tests.adapters import policies
 from tests.adapters.libraries import run
@@ -31,6 +32,9 @@ def test_adapter_an_action_of_its_own_is_one_tool(seen: Any) -> None:
     observation, info, text, reward, terminated, truncated, ended = played["gymnasium"]
     assert (observation, info["task_id"], text) == ("A number from 1 to 9.", "seven", "Right.")
     assert (reward, terminated, truncated, ended["reward"]) == (1.0, True, False, 1.0)
+    assert [step[0] for step in played["wrapped"]] == [NO_CALL, "Higher.", "Lower.", "Right."]
+    assert [step[2] for step in played["wrapped"]] == [False, False, False, True]
+    assert played["wrapped"][-1][-1] == played["solved"]["reward"]
 
 
 @pytest.mark.adapter

@@ -26,7 +26,7 @@ FILES = {
 async def call(made: Tool, box: Sandbox, **arguments: Any) -> str:
     checked = check_arguments(made.spec, arguments)
     assert isinstance(checked, dict), checked
-    with anyio.fail_after(60):
+    with anyio.fail_after(100):
         return await made.run(checked, box)
 
 

@@ -34,7 +34,7 @@ class Desk:
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> str:
         checked = check_arguments(tool.spec, arguments)
         assert not isinstance(checked, str), checked
-        with anyio.fail_after(60):
+        with anyio.fail_after(100):
             return await tool.run(checked, self.sandbox)
 
 
@@ -232,7 +232,7 @@ async def test_editor_rows(client: SandboxProvider) -> None:
         for number, row in enumerate(ROWS):
             sandbox, root = small if row.limit else box, f"/tmp/row{number}"
             try:
-                with anyio.fail_after(20):
+                with anyio.fail_after(100):
                     await prepare(row, sandbox, root)
                     await check_row(row, EditorDesk(StrReplaceEditor(workdir=root), sandbox, root))
             except (AssertionError, TimeoutError) as error:

@@ -311,7 +311,7 @@ def test_a_forgotten_close_ends_the_process_and_its_sandboxes(make: str, ending:
     mark = f"98{status}{len(make)}.125"
     step = "step" if make == "make" else "[step]"
     with run(FORGOTTEN.format(make=make, ending=ending, mark=mark, step=step)) as process:
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     assert "started" in output
     assert process.returncode == status
     assert not processes(f"sleep\0{mark}")
@@ -344,7 +344,7 @@ def test_an_interrupted_step_frees_the_sandbox_and_reset_starts_again() -> None:
         while not processes("sleep\0" + "97.125"):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     assert re.match(r"interrupted\nreset needed\nagain\n", output), output
     assert process.returncode == 0
     assert not processes("sleep\0" + "97.125")

@@ -142,7 +142,7 @@ def run_script(ending: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("ending", ["", "sys.exit(3)", "1/0"])
 def test_a_forgotten_portal_ends_with_the_main_thread(ending: str) -> None:
     with run_script(ending) as process:
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=300)
     assert output.split() == ["ready", "finalised"]
 
 
@@ -153,6 +153,6 @@ def test_an_interrupt_cancels_the_call_that_is_waited_for() -> None:
         while process.stdout.readline().strip() != "waiting":
             pass
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=300)
     assert output.split() == ["finalised"]
     assert process.returncode == -signal.SIGINT

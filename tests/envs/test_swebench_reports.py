@@ -55,7 +55,7 @@ RUNS = {
 def test_verdicts_agree(everywhere: Sandboxes, tmp_path: Path) -> None:
     """Resolved or not, and which tests of each list passed."""
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "swebench==4.1.0", "-d", str(tmp_path)]
-    subprocess.run(download, check=True, capture_output=True, timeout=100)
+    subprocess.run(download, check=True, capture_output=True, timeout=500)
     (wheel,) = tmp_path.glob("*.whl")
     runs = [everywhere.run(partial(grade_script, task=task("pytest"), script=script)) for script in RUNS.values()]
     done = subprocess.run(

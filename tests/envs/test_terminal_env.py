@@ -285,6 +285,14 @@ def test_images_by_name(sandboxes: Sandboxes, tmp_path: Path) -> None:
     sandboxes.run(look)
 
 
+def test_an_image_that_nobody_built_is_told_with_the_command(sandboxes: Sandboxes, tmp_path: Path) -> None:
+    folder = write_harbor(tmp_path / "greet", **{"task.toml": ""})
+    with pytest.raises(
+        ConfigError, match=rf"'greet' is made from environment/Dockerfile by .*images {tmp_path}/greet`"
+    ):
+        play(sandboxes, folder)
+
+
 def test_a_network_is_there_where_task_and_node_say_so(sandboxes: Sandboxes, tmp_path: Path) -> None:
     toml = str(TALLY["task.toml"]).replace("[environment]", '[environment]\nnetwork_mode = "public"')
     folder = write_harbor(tmp_path / "tally", **{**TALLY, "task.toml": toml})
@@ -296,7 +304,7 @@ def test_a_network_is_there_where_task_and_node_say_so(sandboxes: Sandboxes, tmp
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, "tasks: SkyRL/Terminal-v0 needs task folders"),
+        ({}, "tasks: SkyRL/Terminal-v0 needs a folder"),
         ({"tasks": "builtin"}, "repairs a repository, which SkyRL/SWE-v0 plays"),
         ({"tasks": Path(), "imagine": "x"}, "did you mean 'image'"),
     ],
@@ -341,7 +349,7 @@ async def test_rollouts(tally: Path) -> None:
         said = sum(message.role == "assistant" for message in messages)
         return renderer.format.render_call(bash(WORK)) if said == 0 else end
 
-    with anyio.fail_after(60):
+    with anyio.fail_after(100):
         async with rollouts.open(ScriptedEngine(renderer, script), renderer) as pipeline:
             (group,) = await pipeline.collect(rollouts.load(), 2)
     assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 1.0]

@@ -140,9 +140,98 @@ class ClosesOnce(SumEnv):
         await super().aclose()
 
 
+class GradesBeforeReset(SumEnv):
+    async def aevaluate(self) -> Any:
+        return (0.0, {}) if self._episode is None else await super().aevaluate()
+
+
+class NoTaskId(SumEnv):
+    async def areset(self, **options: Any) -> Any:
+        return (await super().areset(**options))[0], {}
+
+
+class NothingToSay(SumEnv):
+    def instructions(self, task: Sum) -> tuple[Message, ...]:
+        return ()
+
+
+class Speechless(SumEnv):
+    @property
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return (ToolSpec("say", "", Say.spec.parameters),)
+
+
+class LooseParameters(SumEnv):
+    @property
+    def tools(self) -> tuple[ToolSpec, ...]:
+        return (ToolSpec("say", "Say.", {"number": "integer"}),)
+
+
+class PlainTuples(SumEnv):
+    async def astep(self, action: Any) -> Any:
+        return tuple(await super().astep(action))
+
+
+class BytesForText(SumEnv):
+    async def astep(self, action: Any) -> Any:
+        return (await super().astep(action))._replace(observation=b"")
+
+
+class WholeRewards(SumEnv):
+    async def astep(self, action: Any) -> Any:
+        return (await super().astep(action))._replace(reward=1)
+
+
+class RewardOfNothing(SumEnv):
+    async def astep(self, action: Any) -> Any:
+        return (await super().astep(action))._replace(reward=float("nan"))
+
+
+class FlagsOfNumbers(SumEnv):
+    async def astep(self, action: Any) -> Any:
+        return (await super().astep(action))._replace(truncated=0)
+
+
+class Silent(SumEnv):
+    async def astep(self, action: Any) -> Any:
+        step = await super().astep(action)
+        return step._replace(observation="") if step.info["failed"] else step
+
+
+class EndsAtOnce(SumEnv):
+    async def astep(self, action: Any) -> Any:
+        step = await super().astep(action)
+        return step if step.info["failed"] else step._replace(terminated=True)
+
+
+class AnotherGradeEachTime(SumEnv):
+    async def aevaluate(self) -> Any:
+        self.grades = getattr(self, "grades", 0) + 1
+        return float(self.grades), (await super().aevaluate())[1]
+
+
+class EndlessReward(SumEnv):
+    async def grade(self, task: Sum, sandbox: Sandbox | None) -> Any:
+        return float("inf"), {}
+
+
 @pytest.mark.parametrize(
     ("broken", "rule"),
     [
+        (GradesBeforeReset, "before reset: .*aevaluate before areset"),
+        (NoTaskId, r"reset: .*info\['task_id'\]"),
+        (NothingToSay, "reset: "),
+        (Speechless, "tools: .*say what it does"),
+        (LooseParameters, "tools: .*schema of type object"),
+        (PlainTuples, "action: .*must return a Step"),
+        (BytesForText, "action: .*observation must be text"),
+        (WholeRewards, "action: .*must be a float"),
+        (RewardOfNothing, "action: .*must be finite"),
+        (FlagsOfNumbers, "action: .*flags must be bools"),
+        (Silent, "mistakes: .*must be answered"),
+        (EndsAtOnce, "action: .*must not end the episode"),
+        (AnotherGradeEachTime, "evaluation: .*idempotent"),
+        (EndlessReward, "evaluation: .*finite or None"),
         (NoPromptCheck, "before reset: .*prompt before areset"),
         (AnotherTaskEachTime, "reset: .*equal seeds"),
         (AnyTask, "reset: .*unknown task id"),

@@ -19,13 +19,14 @@ from typing import Any
 
 import anyio
 import pytest
-from conftest import TestCluster, kubectl, pods_of
+from clusters import TestCluster, kubectl, pods_of
 
 from skyenv.core import Sandbox
 from skyenv.errors import SandboxLost
 from skyenv.remote.client import connect
+from tests.ports import free_port
 
-pytestmark = [pytest.mark.k8s, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.k8s, pytest.mark.timeout(1200)]
 
 CHART = Path(__file__).parents[2] / "deploy" / "chart"
 TOKENS = ("--set", "tokens.clients=tests: secret", "--set", "tokens.join=joined")
@@ -204,7 +205,7 @@ class Forward:
 
     def wait(self) -> None:
         """Until the port is there."""
-        for _attempt in range(300):
+        for _attempt in range(1000):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
                 return
             self._stopped.wait(0.1)
@@ -238,16 +239,15 @@ def fleet(namespace: str, values: list[str], api: str | None = None) -> Iterator
     assert answer.returncode == 0, answer.stderr
     if api is not None:
         give_kubeconfig(namespace, api)
-    kubectl("rollout", "status", "-n", namespace, "deployment/fleet-skyenv-gateway", "--timeout=60s")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    kubectl("rollout", "status", "-n", namespace, "deployment/fleet-skyenv-gateway", "--timeout=300s")
+    port = free_port()
     forward = Forward(namespace, port)
     try:
         forward.wait()
         yield f"http://127.0.0.1:{port}"
     finally:
         forward.close()
-        helm("uninstall", "fleet", "-n", namespace, "--wait", "--timeout", "60s")
+        helm("uninstall", "fleet", "-n", namespace, "--wait", "--timeout", "300s")
         if "SKYENV_K8S_ENGINE" in os.environ:  # its only node is this machine
             shutil.rmtree(HOST_PATH, ignore_errors=True)
 
@@ -271,7 +271,7 @@ async def test_a_fleet_of_local_sandboxes_survives_its_parts(
     cluster: TestCluster, namespace: str, dns: tuple[str, ...]
 ) -> None:
     with fleet(namespace, values_of(cluster, "local", dns)) as url:
-        async with connect(url, "secret", patience=90.0) as client:
+        async with connect(url, "secret", patience=200.0) as client:
             async with client.sandbox() as box:
                 assert (await box.exec("id -u; hostname")).output == "0\nsandbox\n"
                 first, *_others = component(namespace, "gateway")
@@ -288,7 +288,7 @@ async def test_a_fleet_of_local_sandboxes_survives_its_parts(
                 (node,) = component(namespace, "node")
                 await anyio.to_thread.run_sync(kill, namespace, node)
                 with pytest.raises(SandboxLost):
-                    await use(box, 60.0)
+                    await use(box, 200.0)
             async with client.sandbox() as box:
                 assert (await box.exec("echo again")).output == "again\n"
 
@@ -298,7 +298,7 @@ async def test_a_fleet_of_pods_outlives_its_node_server(
 ) -> None:
     other = ["--set", "sandboxes.kubeconfigSecret=api"] if api is not None else []
     with fleet(namespace, [*values_of(cluster, "kubernetes", dns), *other], api) as url:
-        async with connect(url, "secret", patience=90.0) as client, client.sandbox() as box:
+        async with connect(url, "secret", patience=200.0) as client, client.sandbox() as box:
             await box.exec("cd /tmp; f() { echo function; }; echo 1 > file")
             (node,) = component(namespace, "node")
             name = node["metadata"]["name"]

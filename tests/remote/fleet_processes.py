@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+from tests.ports import free_port
 
 
 @dataclass
@@ -56,7 +51,7 @@ class Fleet:
         process.send_signal(number)
         assert process.stdout is not None
         process.stdout.close()
-        return process.wait(timeout=30)
+        return process.wait(timeout=300)
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ class KeeperBackend:
         assert self._group is not None
         link = self._links[sandbox] = Link(self.pods[sandbox].line())
         self._group.start_soon(link.run)
-        await link.meet(10.0)
+        await link.meet(100.0)
         self._env = (await link.ask("environ"))["env"] | {"PATH": "/usr/local/bin:/usr/bin:/bin"}
         return link.socket
 

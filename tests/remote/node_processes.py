@@ -88,5 +88,5 @@ def served(code: str, *arguments: str, below: Sequence[str] = ()) -> Iterator[tu
         yield process, url
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(timeout=30)
+        process.wait(timeout=300)
         process.stdout.close()

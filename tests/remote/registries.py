@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tarfile
 import time
@@ -23,6 +22,8 @@ from typing import Any
 
 import httpx
 import zstandard
+
+from tests.ports import free_port
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"
@@ -101,7 +102,7 @@ class Built:
 
     def push(self, url: str, repository: str, tag: str) -> None:
         """To a registry."""
-        with httpx.Client(base_url=f"{url}/v2/{repository}") as http:
+        with httpx.Client(base_url=f"{url}/v2/{repository}", timeout=100) as http:
             for name, data in self.blobs.items():
                 place = http.post("/blobs/uploads/").raise_for_status().headers["location"]
                 http.put(httpx.URL(place).copy_merge_params({"digest": name}), content=data).raise_for_status()
@@ -130,8 +131,7 @@ def registry(folder: Path, password_file: Path | None = None) -> Iterator[str]:
     """Debian's docker-registry on loopback; its URL. With `password_file` (htpasswd) it wants basic authorization."""
     program = shutil.which("docker-registry")
     assert program is not None, "docker-registry is not installed"
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     (folder / "config.yml").write_text("version: 0.1\nlog: {level: error}\nstorage: {filesystem: {}}\n")
     env = {
         "PATH": os.environ["PATH"],
@@ -150,11 +150,11 @@ def registry(folder: Path, password_file: Path | None = None) -> Iterator[str]:
         yield url
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(timeout=20)
+        process.wait(timeout=300)
 
 
 def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.TransportError):
             httpx.get(f"{url}/v2/")
@@ -181,7 +181,7 @@ class Proxy:
     """Forwards to a registry, with faults. Counts what was asked for."""
 
     def __init__(self, upstream: str) -> None:
-        self._http = httpx.AsyncClient(base_url=upstream)
+        self._http = httpx.AsyncClient(base_url=upstream, timeout=100)
         self.faults: list[Fault] = []
         self.asked: list[tuple[str, str]] = []
         self.host = ""

@@ -11,19 +11,21 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import pytest
-from fleet_processes import Fleet, fleet_in, free_port
+from fleet_processes import Fleet, fleet_in
 from node_processes import SERVE, served
 from test_lifecycle import children, eventually, launcher_of, names_in, state_of
 
 from skyenv.errors import SandboxLost, SandboxPathError
 from skyenv.remote.client import SandboxClient, connect
 from skyenv.remote.protocol import SECRET
+from tests.ports import free_port
 
 KILLS = int(os.environ.get("SKYENV_CHAOS_KILLS", "8"))
 CYCLES = int(os.environ.get("SKYENV_CHAOS_CYCLES", "40"))
@@ -31,8 +33,8 @@ SEED = int(os.environ.get("SKYENV_CHAOS_SEED", "0"))
 CLIENTS = 3
 HASTE = 0.3 if KILLS > 20 else 0.0  # how often a blow falls while the last one still hurts
 TTL = 60.0 if HASTE else 20.0  # longer than any outage, or what nobody could renew would end
-LATE = 20.0  # seconds that a busy machine may add to a lease
-RECOVERY = 60.0
+LATE = 60.0  # seconds that a busy machine may add to a lease
+RECOVERY = 200.0
 CLIENT = Path(__file__).with_name("chaos_client.py")
 
 
@@ -136,7 +138,7 @@ class Storm:
             await anyio.to_thread.run_sync(self.start, victim)
 
 
-@pytest.mark.timeout(120 + 15 * KILLS)
+@pytest.mark.timeout(600 + 60 * KILLS)
 async def test_no_work_is_lost_or_done_twice(tmp_path: Path) -> None:
     with fleet_in(tmp_path) as fleet:
         storm = Storm(fleet, tmp_path)
@@ -148,7 +150,7 @@ async def test_no_work_is_lost_or_done_twice(tmp_path: Path) -> None:
                 storm.start_worker()
             for _kill in range(KILLS):
                 await storm.strike(client)
-            with anyio.fail_after(60):
+            with anyio.fail_after(100):
                 while not all(worker.lines("sandbox") for worker in storm.workers):
                     await anyio.sleep(0.1)
             for worker in storm.workers:
@@ -158,7 +160,7 @@ async def test_no_work_is_lost_or_done_twice(tmp_path: Path) -> None:
                 assert worker.lines("complete") == (worker.lines("done")[-1:] or [["0"]])  # all that it was told
             for worker in storm.abandoned:
                 await check_lease(client, worker)
-            await eventually(lambda: held_by(fleet), within=30)
+            await eventually(lambda: held_by(fleet), within=100)
             assert sum(len(worker.lines("done")) for worker in (*storm.workers, *storm.abandoned)) > KILLS
     assert [path for name in ("n1", "n2") for path in (tmp_path / name).glob("skyenv-*")] == []
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
@@ -188,10 +190,19 @@ def resources(node: int, names: set[str]) -> dict[str, object]:
 
 
 def difference(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    return [f"{key}: {value} before, {after[key]} now" for key, value in before.items() if after[key] != value]
+    """What there is more of: what was only there for a moment at first is no leak when it is gone."""
+    return [f"{key}: {value} before, {after[key]} now" for key, value in before.items() if grown(value, after[key])]
 
 
-@pytest.mark.timeout(120 + 2 * CYCLES)
+def grown(before: object, after: object) -> bool:
+    if isinstance(before, int) and isinstance(after, int):
+        return after > before
+    assert isinstance(before, list)
+    assert isinstance(after, list)
+    return bool(Counter(after) - Counter(before))
+
+
+@pytest.mark.timeout(600 + 10 * CYCLES)
 async def test_created_and_killed_sandboxes_leave_nothing() -> None:
     rng, names = random.Random(SEED), set[str]()
     with served(SERVE, "local") as (process, url):
@@ -217,4 +228,4 @@ async def test_created_and_killed_sandboxes_leave_nothing() -> None:
             for _cycle in range(CYCLES):
                 await cycle()
             assert len(names) > CYCLES
-            await eventually(lambda: difference(before, resources(process.pid, names)), within=20)
+            await eventually(lambda: difference(before, resources(process.pid, names)), within=100)

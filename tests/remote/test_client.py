@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -21,6 +20,7 @@ from skyenv.remote.node import app_for
 from skyenv.remote.protocol import encode_meta
 from skyenv.remote.sandboxes import Node
 from skyenv.remote.sending import Fate, fate_of, sender_to
+from tests.ports import free_port
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nskyenv-meta: {}\r\n\r\nhi"
 RESULT = encode_meta({"exit_code": 0, "cwd": "/", "seconds": 0.0, "head": 2, "output_bytes": 2}).encode()
@@ -64,8 +64,7 @@ async def test_what_may_have_been_executed_is_sent_again_only_with_a_key() -> No
 
 
 async def test_what_was_never_sent_is_sent_again_without_a_key() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     async with sender_to(f"http://127.0.0.1:{port}", None) as sender, anyio.create_task_group() as group:
 
         async def late() -> None:
@@ -137,14 +136,15 @@ def test_failures_are_told_apart() -> None:
 
 async def test_a_server_that_fell_silent_is_waited_for_once_not_for_every_request() -> None:
     async with scripted(OK) as (url, _heard):
-        sender = sender_to(url, None, patience=0.4)
+        sender = sender_to(url, None, patience=3.0)
         await sender.send("GET", "/health")
     async with sender:
-        for limit in (5.0, 0.3):
-            started = anyio.current_time()
-            with pytest.raises(SandboxUnavailable):
-                await sender.send("GET", "/health")
-            assert anyio.current_time() - started < limit
+        with pytest.raises(SandboxUnavailable):
+            await sender.send("GET", "/health")
+        started = anyio.current_time()
+        with pytest.raises(SandboxUnavailable):
+            await sender.send("GET", "/health")
+        assert anyio.current_time() - started < 3.0
 
 
 async def test_a_thousand_requests_at_a_time_from_one_client() -> None:
@@ -168,7 +168,7 @@ async def test_a_thousand_requests_at_a_time_from_one_client() -> None:
             response = await client.call("POST", f"/sandboxes/{number:032x}/exec", b"true", headers={})
             results.append(response.content)
 
-        with anyio.fail_after(60):
+        with anyio.fail_after(500):
             async with anyio.create_task_group() as group:
                 for number in range(1000):
                     group.start_soon(one, number)
@@ -202,7 +202,7 @@ async def test_a_creation_that_waits_says_how_far_it_is() -> None:
                     assert (await box.exec("echo in")).output == "in\n"
 
             group.start_soon(second)
-            with anyio.fail_after(30):
+            with anyio.fail_after(100):
                 while not states:
                     await anyio.sleep(0.02)
             assert (await first.exec("echo alive")).output == "alive\n"
@@ -220,7 +220,7 @@ async def test_who_gives_up_while_queued_takes_no_place() -> None:
             with anyio.move_on_after(0.3):
                 async with client.sandbox():
                     raise AssertionError
-            with anyio.fail_after(10):
+            with anyio.fail_after(100):
                 while (await client.health())["queued"]:
                     await anyio.sleep(0.02)
         assert crowded.admission.used == 0
@@ -228,7 +228,7 @@ async def test_who_gives_up_while_queued_takes_no_place() -> None:
 
 async def test_heads_and_bodies_are_bounded() -> None:
     served = Node(get("process"))
-    async with served.open(), serving(app_for(served)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with served.open(), serving(app_for(served)) as url, httpx.AsyncClient(base_url=url, timeout=100) as http:
         huge = await http.get("/health", headers={"x-large": "x" * 300_000})
         assert huge.status_code == 400
         body = await http.post("/leases", content=b"[" + b" " * (9 << 20) + b"]")
@@ -253,14 +253,14 @@ async def test_who_never_finishes_a_request_is_hung_up_on(monkeypatch: pytest.Mo
             async with stream:
                 if start:
                     await stream.send(start)
-                with anyio.fail_after(10):
+                with anyio.fail_after(100):
                     async for _part in stream:
                         continue
         async with await anyio.connect_tcp("127.0.0.1", port) as stream:
             for _again in range(3):
-                await anyio.sleep(0.2)
                 await stream.send(whole)
                 assert (await stream.receive()).startswith(b"HTTP/1.1 200")
+                await anyio.sleep(0.4)  # longer than a head may take
 
 
 def test_retry_after_is_a_whole_number_for_others() -> None:

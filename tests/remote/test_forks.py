@@ -33,7 +33,7 @@ async def test_a_chain_of_snapshots_stays_flat_and_its_layers_go() -> None:
                     latest = await box.snapshot(shell=number % 2 == 0)
                     if number < 39:
                         await client.delete_snapshot(latest)
-                assert len(layers_of(state)) < 30
+                await eventually(lambda: layers_of(state)[29:])
                 async with client.sandbox(snapshot=latest) as twin, client.sandbox(snapshot=first) as early:
                     for each in (box, twin):
                         assert (await each.exec("cat last d/old/keep; ls d | wc -l")).output == "39\nkeep\n1\n"
@@ -173,6 +173,6 @@ async def test_snapshots_outlive_a_node_server_that_is_killed(tmp_path: Path) ->
                 assert (await box.exec("cat a; echo $v")).output == "2\n2\n"
                 await box.rollback(snapshot)
                 assert (await box.exec("cat a; echo $v")).output == "1\n1\n"
-                with anyio.fail_after(30):  # the warm ones of the first server are nobody's
+                with anyio.fail_after(100):  # the warm ones of the first server are nobody's
                     while (await client.health())["sandboxes"] > 1:
                         await anyio.sleep(0.1)

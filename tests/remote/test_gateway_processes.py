@@ -12,10 +12,11 @@ from pathlib import Path
 
 import anyio
 import pytest
-from fleet_processes import Fleet, fleet_in, free_port
+from fleet_processes import Fleet, fleet_in
 
 from skyenv.errors import SandboxPathError, SandboxUnavailable
 from skyenv.remote.client import SandboxClient, connect
+from tests.ports import free_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 BLOCK = re.compile(r"<!-- (\w+)(?: (\S+))? -->\n```\w+\n(.*?)```", re.DOTALL)
@@ -28,7 +29,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 
 
 async def nodes_known(client: SandboxClient, count: int) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(100):
         while (await client.health())["nodes"] != count:
             await anyio.sleep(0.05)
 
@@ -77,7 +78,7 @@ class Page:
             process.send_signal(signal.SIGINT)
             assert process.stdout is not None
             process.stdout.close()
-            statuses.append(process.wait(timeout=30))
+            statuses.append(process.wait(timeout=300))
         return statuses
 
 
@@ -98,7 +99,7 @@ def test_the_page_about_serving(tmp_path: Path) -> None:
             assert seen[-1]
         assert "kill -9" in page.block("kill", "one")
         page.running.pop("one").kill()
-        rest = work.communicate(timeout=90)[0].splitlines()
+        rest = work.communicate(timeout=300)[0].splitlines()
         assert work.returncode == 0
         assert rest[-1] == "24 pieces of work are done"
         assert any("starts over" in line for line in rest)
@@ -145,7 +146,7 @@ async def test_a_gateway_that_is_killed_loses_and_repeats_nothing(fleet: Fleet) 
             for number in range(10):
                 group.start_soon(work, number)
             for after in (20, 60):
-                with anyio.fail_after(60):
+                with anyio.fail_after(100):
                     while len(finished) < after:
                         await anyio.sleep(0.02)
                 await anyio.to_thread.run_sync(fleet.end, "gateway", signal.SIGKILL)
@@ -171,7 +172,7 @@ async def test_a_node_that_is_restarted_takes_its_sandboxes_up_again(fleet: Flee
                 )
 
             group.start_soon(command)
-            with anyio.fail_after(10):
+            with anyio.fail_after(100):
                 while True:
                     try:
                         await box.stat("/tmp/log")
@@ -207,7 +208,7 @@ async def test_sigterm_drains_first(fleet: Fleet) -> None:
         async with client.sandbox() as box:
             node = fleet.running["one"]
             node.send_signal(signal.SIGTERM)
-            with anyio.fail_after(30):
+            with anyio.fail_after(100):
                 while not (await client.fetch("/nodes", headers={})).json()[0]["draining"]:
                     await anyio.sleep(0.05)
             with pytest.raises(SandboxUnavailable) as caught:
@@ -232,6 +233,6 @@ async def test_a_second_node_under_a_name_that_is_taken_stays_out(fleet: Fleet) 
             assert box.name.endswith(".one")
             assert (await client.health())["max_sandboxes"] == 3
         fleet.end("one")
-        with anyio.fail_after(30):
+        with anyio.fail_after(100):
             while (await client.health())["max_sandboxes"] != 5:
                 await anyio.sleep(0.1)

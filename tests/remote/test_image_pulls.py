@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from conftest import BUSYBOX
+from images import BUSYBOX
 from registries import INDEX, Built, Fault, Proxy, digest, index_of, layer, member, proxied, put_manifest, registry
 
 from skyenv.errors import ConfigError, SandboxUnavailable
@@ -36,7 +36,7 @@ def registry_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         image.push(url, "team/tool", "1")
         other = Built([LOWEST], architecture="arm64")
         other.push(url, "team/tool", "arm")
-        with httpx.Client(base_url=f"{url}/v2/team/tool") as http:
+        with httpx.Client(base_url=f"{url}/v2/team/tool", timeout=100) as http:
             put_manifest(http, "many", index_of({"arm64": other, "amd64": image}), INDEX)
             put_manifest(http, "foreign", index_of({"arm64": other}), INDEX)
         yield url
@@ -171,7 +171,8 @@ async def test_what_does_not_pass_is_a_typed_refusal(
         assert caught.value.reason == "registry"
         assert caught.value.retry_after is not None
         assert retry_after is None or caught.value.retry_after == retry_after
-        proxy.faults.clear()
+    proxy.faults.clear()
+    async with opened(tmp_path) as puller:
         await puller.take(f"{proxy.host}/team/tool:1")
 
 
@@ -220,7 +221,7 @@ async def test_passwords_come_from_dockers_configuration(tmp_path: Path) -> None
         config = tmp_path / "config.json"
         config.write_text(json.dumps({"auths": {host: {"auth": base64.b64encode(b"ada:secret").decode()}}}))
         image = Built([UPPER])
-        with httpx.Client(base_url=f"{url}/v2/a", auth=("ada", "secret")) as http:
+        with httpx.Client(base_url=f"{url}/v2/a", auth=("ada", "secret"), timeout=100) as http:
             for name, data in image.blobs.items():
                 place = http.post("/blobs/uploads/").raise_for_status().headers["location"]
                 http.put(httpx.URL(place).copy_merge_params({"digest": name}), content=data).raise_for_status()

@@ -36,7 +36,7 @@ def parse(text: str) -> dict[Sample, float]:
 
 
 async def read(url: str) -> dict[Sample, float]:
-    async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, trust_env=False) as http:
+    async with httpx.AsyncClient(headers={"authorization": "Bearer secret"}, trust_env=False, timeout=100) as http:
         answer = await http.get(f"{url}/metrics")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=")
@@ -71,7 +71,7 @@ async def test_numbers_move_with_real_operations(url: str) -> None:
 
 
 async def test_metrics_are_for_those_with_a_token(url: str) -> None:
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, timeout=100) as http:
         answer = await http.get(f"{url}/metrics")
     assert answer.status_code == 401
     assert b"skyenv_slots" not in answer.content

@@ -52,8 +52,8 @@ async def test_a_node_lists_its_sandboxes(served: tuple[str, Path]) -> None:
         overview = await client.overview()
         (line,) = overview["sandboxes"]
         assert (line["name"], line["state"], line["image"]) == (box.name, "idle", None)
-        assert 0 <= line["idle"] <= line["age"] < 60
-        assert line["last"] < 10
+        assert 0 <= line["idle"] <= line["age"] < 600
+        assert line["last"] < 100
         (node,) = overview["nodes"]
         assert (node["used"], node["idle"], node["state"]) == (1, 1, "up")
         assert node["execs"] >= 1
@@ -97,9 +97,14 @@ async def test_the_log_has_ids_and_no_commands(served: tuple[str, Path]) -> None
     async with connect(url, "secret") as client, client.sandbox(env={"PASSWORD": "hunter2"}) as box:
         await box.exec(f"echo {SECRET_WORDS}")
         await box.exec("sleep 30", timeout=0.1)
-    text = log.read_text()
+    ours: list[dict[str, str]] = []
+    with anyio.fail_after(100):
+        while len(ours) < 4:
+            text = log.read_text()
+            lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+            ours = [line for line in lines if line.get("sandbox") == box.name]
+            await anyio.sleep(0.02)
     assert not any(word in text for word in (SECRET_WORDS, "hunter2", "sleep 30"))
-    ours = [line for line in map(json.loads, text.splitlines()) if line.get("sandbox") == box.name]
     messages = [line["message"] for line in ours]
     assert messages == ["sandbox started", "command ended", "command ended", "sandbox ended"]
     assert [line["outcome"] for line in ours[1:3]] == ["zero", "timeout"]
@@ -119,13 +124,13 @@ async def test_a_gateway_lists_the_sandboxes_of_all_nodes(tmp_path: Path) -> Non
 
 
 def _scrape(url: str) -> str:
-    answer = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer alices-token"}, trust_env=False)
+    answer = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer alices-token"}, trust_env=False, timeout=100)
     return answer.raise_for_status().text
 
 
 async def _check_gateway(fleet: Fleet) -> None:
     async with connect(fleet.url, "alices-token") as client:
-        with anyio.fail_after(30):
+        with anyio.fail_after(100):
             while len((await client.overview())["nodes"]) < 2:
                 await anyio.sleep(0.05)
         async with client.sandbox() as one, client.sandbox() as two:

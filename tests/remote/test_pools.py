@@ -24,7 +24,7 @@ async def opened(slots: int) -> AsyncIterator[Node]:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(100):
         while not condition():
             await anyio.sleep(0.01)
 
@@ -36,7 +36,7 @@ async def test_a_matching_creation_gets_a_warm_sandbox(local_url: str) -> None:
         async def ready() -> int:
             return sum(pool["ready"] for pool in (await client.health())["pools"])
 
-        with anyio.fail_after(30):
+        with anyio.fail_after(100):
             while await ready() < 2:
                 await anyio.sleep(0.01)
         async with client.sandbox(env={"A": "1"}, ttl=77.0) as box:
@@ -45,7 +45,7 @@ async def test_a_matching_creation_gets_a_warm_sandbox(local_url: str) -> None:
                 assert (await other.exec("ls; echo $A")).output == "1\n"
                 assert (await cold.exec("echo $A")).output == "2\n"
         await client.prefetch(count=0, env={"A": "1"})
-        with anyio.fail_after(30):
+        with anyio.fail_after(100):
             while (await client.health())["pools"]:
                 await anyio.sleep(0.01)
 
@@ -55,7 +55,7 @@ async def test_a_pool_of_a_snapshot_starts_in_its_session(local_url: str) -> Non
         await box.exec("mkdir d; cd d; v=1")
         snapshot = await box.snapshot()
         await client.prefetch(snapshot=snapshot, count=1)
-        with anyio.fail_after(30):
+        with anyio.fail_after(100):
             while not sum(pool["ready"] for pool in (await client.health())["pools"]):
                 await anyio.sleep(0.01)
         async with client.sandbox(snapshot=snapshot) as twin:
@@ -93,7 +93,7 @@ async def test_a_pool_that_never_gets_ready_costs_nobody_anything() -> None:
         await node.create("a" * 32, CreateRequest())
         assert (node.pools.ready, node.admission.used) == (0, 1)
         assert node.pools.describe()[0]["failures"] <= 3
-        assert node.describe()["sandboxes"] == 1
+        assert len(node.living()) == 1
 
 
 async def test_a_pool_leaves_room_and_gives_way() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from node_processes import SERVE_ROOTLESS, served
+from test_lifecycle import eventually
 
 import skyenv.remote
 from skyenv.remote.backends.local import probe
@@ -41,17 +42,17 @@ chmod 1777 $0/merged; export SKYENV_STATE_DIR=$0/merged; exec "$@"
 """
 
 
-def test_this_machine() -> None:
+async def test_this_machine() -> None:
     found = probe()
     assert (found.usable, found.mode, found.overlay) == (True, "root", True)
     assert set(found.limits) == {"memory", "pids", "cpu", "file_size", "disk", "freezer"}
-    assert not list(found.base.glob("*-trial"))
+    await eventually(lambda: [str(path) for path in found.base.glob("*-trial")])  # nodes of other tests try things too
 
 
 def test_a_machine_without_namespaces_says_what_to_change() -> None:
     forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; exec "$@"'
     command = ["unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh", sys.executable, "-c", PROBE]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     usable, mode, reasons, refusal = json.loads(result.stdout)
     assert (usable, mode) == (False, None)
     assert any("max_user_namespaces" in reason for reason in reasons)

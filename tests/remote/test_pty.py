@@ -28,7 +28,7 @@ async def opened(url: str) -> AsyncIterator[RemoteSandbox]:
 async def until(box: RemoteSandbox, result: ExecResult, text: str) -> str:
     """All output from `result` on until `text` was printed."""
     seen = result.output
-    with anyio.fail_after(20):
+    with anyio.fail_after(100):
         while text not in seen:
             assert result.running, seen
             result = await box.poll(soft_timeout=0.2)
@@ -41,8 +41,7 @@ async def test_a_reader_waits_and_gets_what_is_typed(url: str) -> None:
         asked = await box.exec(
             'read -p "name? " x; echo "got [$x]"; test -t 0 && test -t 1', soft_timeout=0.5, terminal=True
         )
-        assert asked.running
-        assert asked.output == "name? "
+        assert await until(box, asked, "name? ") == "name? "
         answered = await box.send_input("Ada\n")
         assert not answered.running
         assert answered.exit_code == 0
@@ -85,9 +84,10 @@ async def test_the_session_stays_as_it_was(url: str) -> None:
 
 async def test_timeouts_end_everything_on_the_terminal(url: str) -> None:
     async with opened(url) as box:
-        result = await box.exec("sleep 1234 & echo begun; sleep 1234", timeout=0.5, terminal=True)
+        result = await box.exec("sleep 1234 & echo begun; sleep 1234", timeout=2.0, terminal=True)
         assert (result.exit_code, result.timed_out, result.output) == (124, True, "begun\n")
-        assert (await box.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c 'sleep 123[4]'")).output == "0\n"
+        left = "cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' ' ' | grep -q 'sleep 123[4]'"
+        assert not (await box.exec(f"while {left}; do :; done", timeout=60)).timed_out
 
 
 async def test_much_output_and_many_terminals(url: str) -> None:

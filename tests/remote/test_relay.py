@@ -60,7 +60,7 @@ async def behind_a_gateway(node: SlowNode) -> AsyncIterator[httpx.AsyncClient]:
         fleet = Fleet()
         fleet.report("one", NodeReport(url=node_url, instance="i", slots=1))
         async with serving(gateway_app(fleet, pool, clients=None, join_token="join")) as url:
-            async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            async with httpx.AsyncClient(base_url=url, timeout=100) as http:
                 yield http
 
 
@@ -80,7 +80,7 @@ async def test_a_body_is_passed_on_while_it_comes() -> None:
     async def body() -> AsyncIterator[bytes]:
         nonlocal sent_all
         yield b"x" * 100_000
-        with anyio.fail_after(10):
+        with anyio.fail_after(100):
             await node.heard.wait()
         assert node.arrived <= 100_000
         yield b"y" * 3_000_000
@@ -94,12 +94,13 @@ async def test_a_body_is_passed_on_while_it_comes() -> None:
 
 async def test_a_client_that_leaves_is_gone_for_the_node_too() -> None:
     node = SlowNode()
-    async with behind_a_gateway(node) as http, anyio.create_task_group() as group:
-        group.start_soon(http.post, f"{BOX}/exec?timeout=60")
-        with anyio.fail_after(10):
-            await node.heard.wait()
-            group.cancel_scope.cancel()
-    assert node.left_alone.is_set()
+    async with behind_a_gateway(node) as http:
+        with anyio.fail_after(100):
+            async with anyio.create_task_group() as group:
+                group.start_soon(http.post, f"{BOX}/exec?timeout=60")
+                await node.heard.wait()
+                group.cancel_scope.cancel()
+            await node.left_alone.wait()
 
 
 async def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one() -> None:

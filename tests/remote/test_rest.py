@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import anyio
 import pytest
 
-from skyenv.errors import SandboxLost
+from skyenv.errors import SandboxLost, SandboxPathError
 from skyenv.remote.client import RemoteSandbox, connect
 from skyenv.types import ExecResult
 
 
 async def until_frozen(box: RemoteSandbox, wanted: bool = True) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(100):
         while (await box.stats()).frozen != wanted:
             await anyio.sleep(0.05)
+
+
+async def until_there(box: RemoteSandbox, path: str) -> None:
+    with anyio.fail_after(100):
+        while True:
+            try:
+                await box.stat(path)
+            except SandboxPathError:
+                await anyio.sleep(0.02)
+            else:
+                return
 
 
 @pytest.fixture(params=["local_url", "rootless_url", "process_url"])
@@ -36,7 +46,9 @@ async def test_nothing_moves_in_a_paused_sandbox(any_url: str) -> None:
         await box.resume()
         assert not (await box.stats()).frozen
         await box.pause()
-        ticks = (await box.exec("sleep 0.1; kill %1; cat ticks")).output.split()  # what is asked lets it go on
+        count = "$(wc -l < ticks)"  # what is asked lets it go on
+        more = await box.exec(f"n={count}; until [ {count} -gt $n ]; do sleep 0.02; done; kill %1; cat ticks")
+        ticks = more.output.split()
         assert not (await box.stats()).frozen
     moments = [float(tick) for tick in ticks]
     assert max(after - before for before, after in itertools.pairwise(moments)) > 0.95
@@ -48,18 +60,19 @@ async def test_a_pause_does_not_count_against_a_running_command(url: str, reques
         results: list[ExecResult] = []
 
         async def work() -> None:
-            command = "for i in 1 2 3 4 5 6; do sleep 0.2; done; echo done"
-            results.append(await box.exec(command, timeout=5.0))
+            command = "touch begun; until [ -e go ]; do sleep 0.05; done; echo done"
+            results.append(await box.exec(command, timeout=8.0))
 
         async with anyio.create_task_group() as group:
             group.start_soon(work)
-            await anyio.sleep(0.4)
+            await until_there(box, "/root/begun")
             await box.pause()
-            await anyio.sleep(5.0)
+            await anyio.sleep(8.0)
             assert not results
             await box.resume()
+            await box.write_file("/root/go", b"")
         assert (results[0].outcome, results[0].output) == ("exit", "done\n")
-        assert results[0].seconds < 5.0
+        assert results[0].seconds < 8.0
 
 
 async def test_an_idle_sandbox_is_frozen_until_it_is_needed(local_url: str) -> None:
@@ -72,7 +85,6 @@ async def test_an_idle_sandbox_is_frozen_until_it_is_needed(local_url: str) -> N
             assert (await box.exec(fetch)).output == "0\n"
             await until_frozen(box)
             assert (await box.exec("curl -sf localhost:8000 > /dev/null; echo $?")).output == "0\n"
-            assert not (await box.stats()).frozen
             await until_frozen(box)
             assert (await box.read_file("/etc/hostname")) == b"sandbox\n"
             await until_frozen(box)
@@ -81,14 +93,16 @@ async def test_an_idle_sandbox_is_frozen_until_it_is_needed(local_url: str) -> N
 
 async def test_work_is_not_idle(local_url: str) -> None:
     async with connect(local_url, "secret") as client, client.sandbox(freeze_after=1.0) as box:
-        await box.exec("timeout 3 sh -c 'while :; do :; done; true' & ")
+        await box.exec("sh -c 'while :; do :; done; true' & ")
         await anyio.sleep(2.0)
         assert not (await box.stats()).frozen
+        await box.exec("kill %1")
         await until_frozen(box)
-        started = await box.exec("sleep 2.5; echo done", soft_timeout=0.1)
+        started = await box.exec("until [ -e go ]; do sleep 0.05; done; echo done", soft_timeout=0.1)
         assert started.running
         await anyio.sleep(1.8)
         assert not (await box.stats()).frozen
+        await box.write_file("/root/go", b"")
         assert (await box.poll()).output == "done\n"
 
 
@@ -117,12 +131,19 @@ async def test_stats(local_url: str) -> None:
 
 async def test_output_comes_while_the_command_runs(any_url: str) -> None:
     async with connect(any_url, "secret") as client, client.sandbox() as box:
-        command = r"printf 'caf\303'; sleep 0.5; printf '\251 '; sleep 0.5; echo done; exit 3"
-        pieces = [(piece, time.monotonic()) async for piece in box.stream(command, flush=0.0)]
-        assert "".join(piece.output for piece, _at in pieces) == "café done\n"
-        assert [piece.running for piece, _at in pieces] == [True] * (len(pieces) - 1) + [False]
+        home = (await box.exec("pwd")).cwd
+        wait = "until [ -e {} ]; do sleep 0.02; done"
+        command = rf"printf 'caf\303'; {wait.format('one')}; printf '\251 '; {wait.format('two')}; echo done; exit 3"
+        pieces, seen = [], ""
+        async for piece in box.stream(command, flush=0.0):
+            pieces.append(piece)
+            seen += piece.output
+            if seen in ("caf", "café "):  # it goes on once this came
+                await box.write_file(f"{home}/{'one' if seen == 'caf' else 'two'}", b"")
+        assert seen == "café done\n"
+        assert [piece.running for piece in pieces] == [True] * (len(pieces) - 1) + [False]
         assert len(pieces) >= 3
-        assert pieces[-1][0].exit_code == 3
+        assert pieces[-1].exit_code == 3
         quick = [piece async for piece in box.stream("echo all at once")]
         assert [(piece.output, piece.running) for piece in quick] == [("all at once\n", False)]
 

@@ -16,7 +16,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from skyenv.types import Limits, Message, Trajectory
 from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline, StageWidths, TrajectoryRun
 from skyenv.vector.stopping import FailureThreshold
+from tests.ports import free_port
 from tests.rollout.adventure import RENDERER
 
 TOKEN = "soak"
@@ -96,8 +96,7 @@ class Servers:
     def start(self, name: str) -> None:
         """Start it where it was before; it is not waited for."""
         if name not in self.ports:
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                self.ports[name] = listener.getsockname()[1]
+            self.ports[name] = free_port()
         port = str(self.ports[name])
         node = ("skyenv.cli", "serve", "--backend", "local", "--token", TOKEN, "--state", str(self.state))
         words = (*node, "--port", port) if name == "node" else ("tests.rollout.soak_engine", port, str(self.seconds))

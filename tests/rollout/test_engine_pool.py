@@ -93,7 +93,7 @@ async def test_a_dead_server_is_left_at_once_and_taken_back_when_it_is_well(serv
         stats = pool.stats[servers.index(home)]
         assert (stats.up, stats.lost) == (False, 1)
         home.ill = False
-        with anyio.fail_after(20):
+        with anyio.fail_after(100):
             while not pool.stats[servers.index(home)].up:
                 await anyio.sleep(0.1)
                 await ask(pool)
@@ -111,7 +111,7 @@ async def test_when_none_answers_it_says_so_within_its_patience(servers: list[Se
     async with EnginePool.at(urls(servers), patience=0.5) as pool:
         for server in servers:
             server.ill = True
-        with anyio.fail_after(20), pytest.raises(EngineUnavailable):
+        with anyio.fail_after(100), pytest.raises(EngineUnavailable):
             await ask(pool)
     with pytest.raises(EngineUnavailable, match="answers"):
         async with EnginePool.at(["http://127.0.0.1:9"]):

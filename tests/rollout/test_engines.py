@@ -298,7 +298,7 @@ async def test_a_server_that_stalls(server: Server) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(100):
         while not condition():
             await anyio.sleep(0.005)
 
@@ -454,7 +454,7 @@ async def test_a_request_that_a_pause_overtook_is_sent_again(server: Server) -> 
 
         async with anyio.create_task_group() as group:
             group.start_soon(one)
-            with anyio.fail_after(20):
+            with anyio.fail_after(100):
                 while not server.bodies:
                     await anyio.sleep(0.01)
             engine.hold()

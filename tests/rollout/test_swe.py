@@ -215,7 +215,7 @@ async def test_a_prefetch_makes_what_agents_and_graders_open_later() -> None:
         provider = Warming(client)
         rolled = dataclasses.replace(pipeline(provider, [fix, say(END)], Limits()), fork_groups=False)
         await rolled.prefetch([TASK], group_size=2)
-        with anyio.fail_after(60):
+        with anyio.fail_after(100):
             while sum(pool["ready"] for pool in (await client.health())["pools"]) < 2:
                 await anyio.sleep(0.05)
         found = [t async for t in rolled.run([TASK], group_size=2)]

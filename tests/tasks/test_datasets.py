@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,9 @@ def test_harbor(tmp_path: Path) -> None:
     assert task.whole_machine
     assert load_tasks(tmp_path / "set" / "greet")[0].task_id == "greet"
     write_harbor(tmp_path / "built" / "Greet", **{"task.toml": "[environment]\n"})
-    assert load_tasks(tmp_path / "built")[0].environment.image == "hb__greet"
+    (made,) = load_tasks(tmp_path / "built")
+    assert re.fullmatch("hb__greet:[0-9a-f]{16}", made.environment.image or "")
+    assert made.environment.context == "environment"
 
 
 def test_harbor_with_a_verifier_of_its_own(tmp_path: Path) -> None:
@@ -196,10 +199,18 @@ NAME = "it's"
     files = {"task.toml": toml, "tests__Dockerfile": "FROM debian\nCOPY . /tests/\n"}
     (task,) = load_tasks(write_harbor(tmp_path / "Greet", **files))
     assert task.artifacts == ("/srv/greet/out", "/srv/result.txt")
-    expected = Environment(image="hb__greet", env={"MODE": "quiet"}, limits={"memory_bytes": 2 << 30}, network=True)
-    assert task.environment == expected
+    assert (task.environment.image or "").startswith("hb__greet:")
+    assert task.environment == Environment(
+        image=task.environment.image,
+        env={"MODE": "quiet"},
+        limits={"memory_bytes": 2 << 30},
+        network=True,
+        context="environment",
+    )
     assert task.environment.spec == {"memory_bytes": 2 << 30, "network": "host"}
-    assert task.verifier == dataclasses.replace(expected, image="hb__greet__verifier")
+    assert task.verifier is not None
+    assert (task.verifier.image or "").startswith("hb__greet__verifier:")
+    assert task.verifier == dataclasses.replace(task.environment, image=task.verifier.image, context="tests")
     assert task.command == """export NAME='it'"'"'s' && chmod +x /tests/test.sh && /tests/test.sh"""
     (task,) = load_tasks(write_harbor(tmp_path / "greet", **{**files, "tests__Dockerfile": None}))
     assert task.verifier == task.environment
@@ -220,7 +231,8 @@ def test_terminal_bench(tmp_path: Path) -> None:
     (task,) = load_tasks(tmp_path / "set")
     assert (task.task_id, task.runner, task.parser) == ("greet", "harbor", "pytest")
     assert (task.timeout, task.repo_path) == (60.0, "/app")
-    assert task.environment.image == "tb__greet__client"
+    assert re.fullmatch("tb__greet:[0-9a-f]{16}", task.environment.image or "")
+    assert task.environment.context == "."
     assert "it'\\''s run" in task.command
     assert task.reference == SolutionScript(".", "solution.sh", place="/oracle")
     assert task.agent_timeout == 360.0

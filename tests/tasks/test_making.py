@@ -59,7 +59,7 @@ SPREAD_TESTS = TESTS.replace("Clamp", "Spread").partition("    def")[0] + (
 
 def build(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [PROGRAM, "tasks", "build", *arguments, "--runner", "unittest", "--packages", "--json"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
 
 
 def project(folder: Path) -> Path:

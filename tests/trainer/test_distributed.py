@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from sky_trainer.config import from_mapping
 from sky_trainer.following import check_ranks
 from sky_trainer.grpo import grpo_config
 from skyenv.errors import ConfigError
+from tests.ports import free_port
 
 SCRIPT = """
 import json, os, sys
@@ -136,16 +136,9 @@ if __name__ == "__main__":
 """
 
 
-def free_port() -> str:
-    """One that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 def start(script: Path, out: Path) -> list[subprocess.Popen[str]]:
     """The script on two ranks."""
-    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    address = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     return [
         subprocess.Popen(
             [sys.executable, str(script), str(out)],
@@ -160,7 +153,7 @@ def start(script: Path, out: Path) -> list[subprocess.Popen[str]]:
 def finish(processes: list[subprocess.Popen[str]]) -> None:
     """All ended well."""
     for process in processes:
-        _, errors = process.communicate(timeout=240)
+        _, errors = process.communicate(timeout=550)
         assert process.returncode == 0, errors
 
 
@@ -179,7 +172,7 @@ def test_two_ranks_take_the_step_of_one(tmp_path: Path) -> None:
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    words = [sys.executable, str(script), str(tmp_path), free_port()]
+    words = [sys.executable, str(script), str(tmp_path), str(free_port())]
     finish([subprocess.Popen(words, env={**alone, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)])
     one, two = (torch.load(tmp_path / f"steps{ranks}.pt") for ranks in (1, 2))
     for case, expected in one.items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.ports import free_port
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, torch.multiprocessing as mp
@@ -41,11 +42,14 @@ if __name__ == "__main__":
 def test_every_rank_gets_the_whole(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, str(script), str(port)], capture_output=True, text=True, timeout=300, cwd=root, check=False
+        [sys.executable, str(script), str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=550,
+        cwd=root,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("whole") == 2

@@ -76,7 +76,10 @@ def _file(path: Path) -> Iterator[object]:
 
 
 def _parsed(path: Path) -> object:
-    content = path.read_bytes().decode("utf-8")
+    try:
+        content = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is no text in UTF-8: {error}") from error
     return parse_json(content, str(path)) if path.suffix.lower() == ".json" else parse_yaml(content, str(path))
 
 

@@ -24,7 +24,8 @@ class Environment:
     directories), `python` the interpreter to make the virtual environment with, `activate` a shell command with which
     every session starts, `limits` what a sandbox may use, by the names that `SandboxProvider.sandbox` takes.
     `agent_packages` go into a virtual environment of their own, whose programs come last on the `PATH`. `network`:
-    sandboxes get the network of their node's machine, where the node allows it.
+    sandboxes get the network of their node's machine, where the node allows it. `context`, a folder below the task's
+    `base`, holds the Dockerfile that `image` is made from; empty when the image lies somewhere ready.
     """
 
     packages: tuple[str, ...] = ()
@@ -36,6 +37,7 @@ class Environment:
     limits: Mapping[str, float] = field(default_factory=dict)
     agent_packages: tuple[str, ...] = ()
     network: bool = False
+    context: str = ""
 
     @property
     def spec(self) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from typing import Any
 import anyio
 
 from skyenv.core import Sandbox
+from skyenv.envs.swe.building import placed
 from skyenv.envs.swe.env import SWEEnv
-from skyenv.envs.swe.tasks import Environment, SweTask
-from skyenv.errors import ConfigError
+from skyenv.envs.swe.tasks import SweTask
+from skyenv.errors import ConfigError, SandboxUnavailable
 from skyenv.types import Step, StopReason, ToolCall
 
-NO_IMAGE = "host"
 TIME_IS_UP = "The time for this task is up."
 
 
@@ -45,16 +45,19 @@ class TerminalEnv(SWEEnv):
         super().__init__(*arguments, prompt=prompt, tools=tools, **options)
         for task in self._tasks:
             _check(task)
-        try:
-            image.format(task="", image="")
-        except (KeyError, ValueError, IndexError) as error:
-            raise ConfigError(f"image: {image!r} may only hold {{task}} and {{image}}") from error
+            placed(task, image)
         self._image, self._network = image, network
         self._ends = 0.0
 
     async def begin(self, task: SweTask, resources: AsyncExitStack) -> Sandbox:
-        """As `SWEEnv.begin`; the agent's time begins."""
-        sandbox = await super().begin(task, resources)
+        """As `SWEEnv.begin`; the agent's time begins. An error about an image that nobody built says how to."""
+        try:
+            sandbox = await super().begin(task, resources)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{_advice(task, str(error))}") from error
+        except SandboxUnavailable as error:
+            text = f"{error}{_advice(task, str(error))}"
+            raise SandboxUnavailable(text, error.retry_after, reason=error.reason) from error
         self._ends = anyio.current_time() + (task.agent_timeout or float("inf"))
         return sandbox
 
@@ -76,18 +79,22 @@ class TerminalEnv(SWEEnv):
     def _choose(self, options: Mapping[str, Any]) -> SweTask:
         task = super()._choose(options)
         _check(task)
-        verifier = None if task.verifier is None else self._placed(task.verifier, task)
-        return replace(task, environment=self._placed(task.environment, task), verifier=verifier)
-
-    def _placed(self, environment: Environment, task: SweTask) -> Environment:
-        """The environment with the image and the network that this environment gives."""
-        named = environment.image
-        image = named if named is None else self._image.format(task=task.task_id, image=named)
-        if self._image == NO_IMAGE:
-            image = None
-        return replace(environment, image=image, network=environment.network and self._network)
+        task = placed(task, self._image)
+        if self._network:
+            return task
+        verifier = None if task.verifier is None else replace(task.verifier, network=False)
+        return replace(task, environment=replace(task.environment, network=False), verifier=verifier)
 
 
 def _check(task: SweTask) -> None:
     if not task.whole_machine:
         raise ConfigError(f"tasks: {task.task_id!r} repairs a repository, which SkyRL/SWE-v0 plays; name task folders")
+
+
+def _advice(task: SweTask, error: str) -> str:
+    """What to do about an image that is not there, when the task says how it is made."""
+    environment = task.environment
+    if not environment.context or not (error.startswith("image") or str(environment.image) in error):
+        return ""
+    made = f"{environment.context}/Dockerfile by `skyenv tasks images {task.base}`"
+    return f"; that of {task.task_id!r} is made from {made}, for nodes of backend docker or oci"

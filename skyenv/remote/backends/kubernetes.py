@@ -10,12 +10,11 @@ the pods of nodes whose Lease has run out. A snapshot is what changed in a pod's
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from skyenv.remote.backends.cluster import Cluster, connect, lease_age
 from skyenv.remote.backends.local import DEFAULT_ENV
 from skyenv.remote.backends.pods import KubernetesOptions, Pod, Wanted
 from skyenv.remote.link import Line, Link
+from skyenv.remote.pipes import CHUNK, receiving, sending
 from skyenv.remote.protocol import CreateRequest
 from skyenv.remote.tasks import background_tasks
 
@@ -222,7 +222,8 @@ class KubernetesBackend:
         link = await self._connect(sandbox, name, key, patience)
         self._env[sandbox] = (await link.ask("environ"))["env"]
         if snapshot is not None:
-            await self._restore(link, snapshot.path)
+            async with sending(_chunks(snapshot.path)) as reader:
+                await link.ask("restore", (reader,), timeout=COPY_TIMEOUT)
         self._images.add(image)
         return link.socket
 
@@ -334,7 +335,8 @@ class KubernetesBackend:
         image = next(each["image"] for each in pod["spec"]["containers"] if each["name"] == pods.CONTAINER)
         path = self._state / name
         try:
-            await self._capture(self._link(sandbox), path)
+            async with await anyio.open_file(path, "wb") as file, receiving(file.write) as writer:
+                await self._link(sandbox).ask("capture", (writer,), timeout=COPY_TIMEOUT)
         except SandboxError:
             path.unlink(missing_ok=True)
             raise
@@ -352,29 +354,6 @@ class KubernetesBackend:
         if kept is not None:
             await anyio.to_thread.run_sync(lambda: kept.path.unlink(missing_ok=True))
 
-    async def _capture(self, link: Link, path: Path) -> None:
-        reader, writer = os.pipe()
-        try:
-            async with background_tasks() as group, await anyio.open_file(path, "wb") as file:
-                saved = anyio.Event()
-                group.start_soon(_save, reader, file, saved)
-                try:
-                    await link.ask("capture", (writer,), timeout=COPY_TIMEOUT)
-                finally:
-                    os.close(writer)
-                await saved.wait()
-        finally:
-            os.close(reader)
-
-    async def _restore(self, link: Link, path: Path) -> None:
-        reader, writer = os.pipe()
-        try:
-            async with background_tasks() as group:
-                group.start_soon(_feed, path, writer)
-                await link.ask("restore", (reader,), timeout=COPY_TIMEOUT)
-        finally:
-            os.close(reader)
-
 
 async def _let_end(link: Link) -> None:
     """A container that ends by itself is gone before the kubelet, which gives it seconds, would kill it."""
@@ -386,35 +365,7 @@ async def _let_end(link: Link) -> None:
         link.close("the sandbox was deleted")
 
 
-async def _save(reader: int, file: anyio.AsyncFile[bytes], saved: anyio.Event) -> None:
-    os.set_blocking(reader, False)
-    while True:
-        await anyio.wait_readable(reader)
-        try:
-            data = os.read(reader, 1 << 20)
-        except BlockingIOError:
-            continue
-        if not data:
-            await file.flush()
-            saved.set()
-            return
-        await file.write(data)
-
-
-async def _feed(path: Path, writer: int) -> None:
-    """The file into the pipe; a reader that stops early says so itself."""
-    os.set_blocking(writer, False)
-    try:
-        async with await anyio.open_file(path, "rb") as file:
-            while data := await file.read(1 << 18):
-                view = memoryview(data)
-                while view:
-                    await anyio.wait_writable(writer)
-                    try:
-                        view = view[os.write(writer, view) :]
-                    except BlockingIOError:
-                        continue
-    except BrokenPipeError:
-        pass
-    finally:
-        os.close(writer)
+async def _chunks(path: Path) -> AsyncGenerator[bytes, None]:
+    async with await anyio.open_file(path, "rb") as file:
+        while data := await file.read(CHUNK):
+            yield data

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import anyio
 import gymnasium
 from fastmcp import FastMCP
+from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 from openenv.core import MCPToolClient
 from openenv.core.env_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
@@ -21,8 +22,10 @@ from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservatio
 from openenv.core.env_server.types import Action, Observation, State
 
 import skyenv
+from skyenv import formats
 from skyenv.adapters.openenv import OpenEnvEnv, OpenEnvTask, application, list_tasks, serve
 from skyenv.engines.scripted import ScriptedEngine
+from skyenv.envs.raw_text import RawText
 from skyenv.errors import SkyEnvError
 from skyenv.remote import backends
 from skyenv.remote.node import create_app
@@ -130,7 +133,13 @@ async def own_action(url: str) -> Any:
     observation, info = gym.reset(seed=1)
     faces = [observation, info, *gym.step({"name": "act", "arguments": {"number": 7}})]
     gym.close()
+    wrapped = RecordEpisodeStatistics(TimeLimit(RawText(gymnasium.make("SkyRL/OpenEnv-v0", url=url)), 9))
+    wrapped.reset(seed=1)
+    texts = ["Seven?", *(formats.get("codeact").render_call(call) for call in guess)]
+    stacked = [wrapped.step(text) for text in texts]
+    wrapped.close()
     return {
+        "wrapped": [[*step[:4], step[4].get("episode", {}).get("r")] for step in stacked],
         "solved": told(await played(env, *guess)),
         "budget": told(await played(env, *guess, limits=replace(LIMITS, max_turns=2))),
         "invalid": told(await played(env, ToolCall("act", {"number": "x"}), ToolCall("look", {}), guess[2])),

@@ -2,8 +2,8 @@
 
 Every row has an id (A: completion and shell state, B: standard input, C: processes and timeouts, D: output,
 E: lifecycle, F: capacity, G: control plane and protocol). Rows of the modules here run on every backend that makes
-sandboxes of its own (`local`, `oci`, `docker`) unless the table says otherwise, and the session must answer within two
-seconds after each. The others need an engine, a registry, a gateway or a killed server and are tested where those are.
+sandboxes of its own (`local`, `oci`, `docker`) unless the table says otherwise, and the session must answer after
+each. The others need an engine, a registry, a gateway or a killed server and are tested where those are.
 `test_table.py` checks that what the table names exists.
 
 A1 A2 A3 A5 A6 A7 A9 A10 A11 A12 A13 A15 A16 A17 A19 A20 A22 A23 A25 A26 A28    test_a_completion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from catalogue.sessions import Run, run_all, session
+from catalogue.sessions import NO_SLEEP, PATIENCE, Run, run_all, session
 from skyenv.remote.client import connect
 
 BIG = "x" * 200_000
@@ -24,11 +24,11 @@ ROWS: dict[str, list[Run]] = {
     "A3 heredoc at the end without newline": [Run("cat > f <<EOF\nx\nEOF"), Run("cat f", "x\n")],
     "A5 heredoc of 500 lines": [Run(heredoc(500, 80), "40500\n")],
     "A5 heredoc of 5 MB": [Run(heredoc(5000, 1000), "5005000\n")],
-    "A6 unterminated quote": [Run("echo 'abc", code=2, within=3.0)],
-    "A6 unterminated heredoc": [Run("cat <<EOF\nx", lambda out: out.endswith("x\n"), within=3.0)],
-    "A6 unterminated substitution": [Run("echo $(ls", code=2, within=3.0)],
-    "A6 unterminated if": [Run("if true; then", code=2, within=3.0)],
-    "A6 stray fi": [Run("fi", code=2, within=3.0)],
+    "A6 unterminated quote": [Run("echo 'abc", code=2)],
+    "A6 unterminated heredoc": [Run("cat <<EOF\nx", lambda out: out.endswith("x\n"))],
+    "A6 unterminated substitution": [Run("echo $(ls", code=2)],
+    "A6 unterminated if": [Run("if true; then", code=2)],
+    "A6 stray fi": [Run("fi", code=2)],
     "A7 awk and delimiter lines": [Run("awk 'BEGIN{print \"\\n\"}'\ncat <<'X'\nEOF\nX", "\n\nEOF\n")],
     "A9 prompt variables": [
         Run("PS1='(testbed) \\u@\\h# '; PROMPT_COMMAND='echo hi'; PS4='#'"),
@@ -41,7 +41,7 @@ ROWS: dict[str, list[Run]] = {
         Run("exit 7", "", code=7, restarted=True),
         Run("pwd; echo $KEPT${lost-}", "/usr\na b\n"),
     ],
-    "A11 exit with a background job": [Run("sleep 600 & exit 1", code=1, restarted=True, within=3.0)],
+    "A11 exit with a background job": [Run("sleep 600 & exit 1", code=1, restarted=True)],
     "A12 sticky set -euo pipefail": [
         Run("set -euo pipefail"),
         Run("false", code=1, restarted=True),
@@ -73,7 +73,7 @@ ROWS: dict[str, list[Run]] = {
     ],
     "A22 ignored interrupt": [
         Run("bash -c 'trap \"\" INT TERM; sleep 300'", code=124, timeout=0.3, timed_out=True),
-        Run("ps -e | grep -c '[s]leep'", "0\n", code=1),
+        NO_SLEEP,
     ],
     "A25 pagers": [
         Run("seq 3 | less; seq 3 | more; man ls >/dev/null 2>&1; git -C /tmp log", code=128),
@@ -83,7 +83,7 @@ ROWS: dict[str, list[Run]] = {
         Run("less /etc/passwd >/dev/null; systemctl; PAGER=less psql", code=None),
     ],
     "A26 long silent command": [
-        Run("grep -R nothing_like_this / 2>/dev/null", code=None, timeout=0.5, within=6.0),
+        Run("grep -R nothing_like_this / 2>/dev/null", code=None, timeout=0.5),
     ],
     "A28 closed descriptors": [Run('for i in $(seq 3 255); do eval "exec $i>&-"; done', code=None, restarted=True)],
     "A28 no file size": [Run("ulimit -f 0; echo x", "x\n")],
@@ -101,17 +101,17 @@ ROWS: dict[str, list[Run]] = {
     "A28 return": [Run("return 5; echo no", "", code=5)],
     "A28 redirected shell": [Run("exec >/tmp/log 2>&1; echo hidden"), Run("cat /tmp/log", "hidden\n")],
     "A28 exec replaces the shell": [Run("exec echo gone", "gone\n", restarted=True)],
-    "A28 exec of a slow program": [Run("exec sleep 0.3", "", restarted=True, within=2.0)],
+    "A28 exec of a slow program": [Run("exec sleep 0.3", "", restarted=True)],
     "A28 stopped shell": [Run("kill -STOP $$", code=124, timeout=0.3, timed_out=True, restarted=True)],
     "A28 deleted directory": [Run("mkdir /tmp/d; cd /tmp/d; rmdir /tmp/d"), Run("exit 1", code=1, restarted=True)],
     "A28 posix mode and noclobber": [Run("set -o posix; set -o noclobber"), Run("echo ok", "ok\n")],
     "A28 changed IFS and globbing": [Run("IFS=/:.; set -f"), Run("echo ok", "ok\n")],
-    "A28 noexec": [Run("set -n", code=None, timeout=0.3, within=6.0), Run("true", code=None)],
+    "A28 noexec": [Run("set -n", code=None, timeout=0.3), Run("true", code=None)],
     "A28 aliases and functions over builtins": [
         Run("shopt -s expand_aliases; alias unset=false export=false; printf(){ :; }; export(){ :; }"),
         Run("echo ok", "ok\n"),
     ],
-    "A28 a function called builtin": [Run("builtin(){ sleep 60; }"), Run("echo ok", "ok\n")],
+    "A28 a function called builtin": [Run("builtin(){ sleep 600; }"), Run("echo ok", "ok\n")],
     "A28 read-only variables": [
         Run("readonly R=1; export R"),
         Run("exit 2", code=2, restarted=True),
@@ -130,7 +130,7 @@ ROWS: dict[str, list[Run]] = {
     "A28 unicode": [Run("echo 'grüße 漢字 🙂'", "grüße 漢字 🙂\n")],
     "A28 a line of 200 kB": [Run(f"echo {BIG} | wc -c", "200001\n")],
     "A28 history expansion": [Run('echo "hi!" !x', "hi! !x\n")],
-    "A28 remove everything": [Run("rm -rf --no-preserve-root / 2>/dev/null", code=None, timeout=20.0, within=20.0)],
+    "A28 remove everything": [Run("rm -rf --no-preserve-root / 2>/dev/null", code=None)],
     "A28 remove the session's files": [
         Run("rm -rf /run/skyenv/* /run/skyenv/.* /dev/null 2>/dev/null", code=None),
     ],
@@ -173,12 +173,13 @@ async def test_a23_the_first_command_is_ready(local_url: str) -> None:
     async with connect(local_url, "secret") as client:
         for number in range(100):
             async with client.sandbox() as box:
-                first = await box.exec(f"echo {number}", timeout=5.0)
+                first = await box.exec(f"echo {number}", timeout=PATIENCE)
                 assert (first.output, first.timed_out) == (f"{number}\n", False)
 
 
+@pytest.mark.docker
 async def test_a23_the_first_command_in_a_container_is_ready(docker_url: str) -> None:
     async with connect(docker_url, "secret") as client:
         for number in range(4):
             async with client.sandbox() as box:
-                assert (await box.exec(f"echo {number}", timeout=5.0)).output == f"{number}\n"
+                assert (await box.exec(f"echo {number}", timeout=PATIENCE)).output == f"{number}\n"

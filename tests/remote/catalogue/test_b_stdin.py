@@ -8,7 +8,7 @@ from catalogue.sessions import Run, run_all
 
 ROWS: dict[str, list[Run]] = {
     "B1 reading standard input": [
-        Run("cat; read x; echo [$x]; python3; sh", "[]\n", within=3.0),
+        Run("cat; read x; echo [$x]; python3; sh", "[]\n"),
         Run("python3 -c 'input()'", code=1),
     ],
     "B1 programs that ask": [Run("su user -c 'su root -c id'; sudo -S id; ssh nowhere true", code=None)],

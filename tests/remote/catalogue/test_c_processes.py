@@ -9,29 +9,28 @@ from pathlib import Path
 import anyio
 import pytest
 
-from catalogue.sessions import Run, raw_sandbox, run_all, session
+from catalogue.sessions import NO_SLEEP, PATIENCE, Run, let_go, raw_sandbox, run_all, session
 from skyenv.remote.client import RemoteSandbox, connect
 
 TREE = "import subprocess,time;subprocess.Popen(['sh','-c','sleep 600; true']);time.sleep(600)"
 SERVER = "import http.server as h; h.HTTPServer(('127.0.0.1', 8123), h.SimpleHTTPRequestHandler).serve_forever()"
-ASK = "import urllib.request as u; print(u.urlopen('http://localhost:8123/mark', timeout=5).read().decode())"
-NO_SLEEP = Run("ps -e | grep -c '[s]leep'", "0\n", code=1)
+ASK = "import urllib.request as u; print(u.urlopen('http://localhost:8123/mark', timeout=50).read().decode())"
 
 ROWS: dict[str, list[Run]] = {
     "C1 background child holds the output": [
-        Run("sleep 600 &", "", within=3.0),
-        Run("nohup sleep 600 >/dev/null 2>&1 &", "", within=3.0),
-        Run("nohup sleep 600 &", within=3.0),
-        Run("nohup sleep 600 &", within=3.0),
+        Run("sleep 600 &", ""),
+        Run("nohup sleep 600 >/dev/null 2>&1 &", ""),
+        Run("nohup sleep 600 &"),
+        Run("nohup sleep 600 &"),
     ],
     "C1 background output stays out of the next result": [
-        Run("(sleep 0.2; echo late) & echo now", "now\n", within=3.0),
+        Run("(sleep 0.2; echo late) & echo now", "now\n"),
         Run("sleep 0.5; echo next", "next\n"),
     ],
     "C4 a tree outlives nothing": [
         Run(f'python3 -c "{TREE}"', code=124, timeout=0.7, timed_out=True),
         NO_SLEEP,
-        Run("date >/dev/null", within=2.0),
+        Run("date >/dev/null"),
     ],
     "C5 timeout bounds the whole list": [
         Run("sleep 0.1 | sleep 600; sleep 600; sleep 600", code=124, timeout=0.3, timed_out=True),
@@ -40,7 +39,7 @@ ROWS: dict[str, list[Run]] = {
     "C8 background job survives a later timeout": [
         Run("sleep 601 & sh -c 'sleep 602; true' &"),
         Run("sleep 600", code=124, timeout=0.2, timed_out=True),
-        Run("ps -eo args | grep -c '^sleep 60[12]'", "2\n"),
+        Run("until [ $(ps -eo args | grep -c '^sleep 60[12]') = 2 ]; do :; done"),  # the second is still being started
     ],
     "C10 other shells": [
         Run("bash -ic 'echo hi' 2>/dev/null", "hi\n"),
@@ -56,10 +55,10 @@ ROWS: dict[str, list[Run]] = {
         Run("sh -c 'kill -TERM $$'", code=143),
     ],
     "C12 partial output of a timeout": [
-        Run("echo part; sleep 60", "part\n", code=124, timeout=0.3, timed_out=True),
+        Run("echo part; sleep 600", "part\n", code=124, timeout=2.0, timed_out=True),
     ],
     "C12 busy shell": [Run("while :; do :; done", code=124, timeout=0.2, timed_out=True, restarted=True)],
-    "C4 fork bomb": [Run(":(){ :|:& };:", code=None, timeout=0.5, within=9.0)],
+    "C4 fork bomb": [Run(":(){ :|:& };:", code=None, timeout=0.5)],
     "C8 stopped background job": [
         Run("sleep 600 & kill -STOP $!"),
         Run("kill -CONT %1 2>/dev/null; kill $!", code=None),
@@ -83,7 +82,7 @@ async def test_c3_many_sandboxes_many_commands(url: str) -> None:
 
     async def work(box: RemoteSandbox, number: int) -> None:
         for step in range(commands):
-            result = await box.exec(f"echo {number}.{step}", timeout=20.0)
+            result = await box.exec(f"echo {number}.{step}", timeout=PATIENCE)
             assert (result.exit_code, result.output) == (0, f"{number}.{step}\n")
 
     async with connect(url, "secret") as client, anyio.create_task_group() as group:
@@ -114,7 +113,7 @@ async def test_c7_nothing_outlives_its_sandbox(url: str) -> None:
     mark = f"y{secrets.token_hex(8)}"
     async with session(url) as box:
         await box.exec(f"for i in 1 2 3; do yes {mark} >/dev/null & done; setsid nohup yes {mark} >/dev/null 2>&1 &")
-        with anyio.fail_after(20):
+        with anyio.fail_after(100):
             while len(host_processes(mark)) != 4:  # the last one is on its way through setsid and nohup
                 await anyio.sleep(0.01)
         name = box.name
@@ -128,22 +127,24 @@ async def test_c8_a_server_outlives_the_session_that_started_it(url: str) -> Non
         await box.exec(f'python3 -c "{SERVER}" >/dev/null 2>&1 &')
         ended = await box.exec("exit 5")
         assert ended.session_restarted
-        wait = "for i in $(seq 100); do (exec 3<>/dev/tcp/127.0.0.1/8123) 2>/dev/null && break; sleep 0.1; done; "
-        answer = await box.exec(f'{wait}python3 -c "{ASK}"', timeout=20.0)
+        wait = "for i in $(seq 500); do (exec 3<>/dev/tcp/127.0.0.1/8123) 2>/dev/null && break; sleep 0.1; done; "
+        answer = await box.exec(f'{wait}python3 -c "{ASK}"', timeout=PATIENCE)
         assert answer.output == "found\n"
 
 
 async def test_c13_a_command_takes_longer_than_any_request(url: str) -> None:
     """Each request ends soon and says that the command goes on; the last one has its result."""
     async with raw_sandbox(url) as (http, path):
-        command, requests = "sleep 1.2; echo done; exit 3", 1
+        command = "until [ -e /tmp/go ]; do sleep 0.05; done; echo done; exit 3"
         answer = await http.post(f"{path}/exec?wait=0.2", content=command, headers={"idempotency-key": "long"})
+        for _request in range(3):
+            assert answer.status_code == 202
+            answer = await http.get(f"{path}/calls/long?wait=0.2")
+        await let_go(http, path)
         while answer.status_code == 202:
             answer = await http.get(f"{path}/calls/long?wait=0.2")
-            requests += 1
         assert (answer.status_code, answer.content) == (200, b"done\n")
         assert '"exit_code":3' in answer.headers["skyenv-meta"]
-        assert requests >= 3
 
 
 async def test_c14_a_timeout_is_never_a_success(url: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from catalogue.sessions import Run, run_all, session
+from catalogue.sessions import PATIENCE, Run, run_all, session
 from skyenv.remote.client import connect
 
 LINES = "".join(f"{n}\n" for n in range(1, 200_001))
@@ -17,8 +17,8 @@ ROWS: dict[str, list[Run]] = {
     ],
     "D3 a diff of 50 MB": [
         Run("git init -q r && cd r && head -c 25000000 /dev/zero | tr '\\0' 'a' | fold > f && git add f"),
-        Run("tr a b < f > g && mv g f", timeout=30.0, within=30.0),
-        Run("git diff", lambda out: 1 << 20 <= len(out) < 3 << 20 and "left out" in out, timeout=60.0, within=60.0),
+        Run("tr a b < f > g && mv g f", timeout=200.0),
+        Run("git diff", lambda out: 1 << 20 <= len(out) < 3 << 20 and "left out" in out, timeout=200.0),
     ],
     "D5 every line arrives": [Run("seq 1 200000", LINES, options={"max_output_bytes": 1 << 22})],
     "D5 every line arrives through a terminal": [
@@ -35,7 +35,7 @@ ROWS: dict[str, list[Run]] = {
         Run("echo a > /dev/stdout; echo b > /dev/stderr; echo c > /proc/self/fd/1", "a\nb\nc\n"),
     ],
     "D10 output from another user": [Run("su user -c 'echo a; echo b > /dev/stderr'", "a\nb\n")],
-    "D6 100 MB": [Run("yes | head -c 100000000", lambda out: len(out) < 1 << 21, timeout=30.0, within=20.0)],
+    "D6 100 MB": [Run("yes | head -c 100000000", lambda out: len(out) < 1 << 21, timeout=200.0)],
 }  # fmt: skip
 
 
@@ -51,11 +51,14 @@ async def test_d6_endless_output_holds_nobody_up(url: str) -> None:
             ended: list[int] = []
 
             async def shout() -> None:
-                ended.append((await loud.exec("yes 2>&1", timeout=4.0)).exit_code)
+                ended.append((await loud.exec("yes 2>&1", timeout=500.0)).exit_code)
 
             group.start_soon(shout)
-            while not ended:
-                result = await quiet.exec("echo here", timeout=2.0)
+            for _number in range(20):
+                result = await quiet.exec("echo here", timeout=PATIENCE)
                 assert (result.output, result.timed_out) == ("here\n", False)
-        assert ended == [124]
-        assert (await loud.exec("echo alive", timeout=2.0)).output == "alive\n"
+            assert not ended
+            assert (await loud.interrupt()).exit_code == 130
+        assert ended == [130]
+        assert (await loud.exec("yes 2>&1", timeout=1.0)).exit_code == 124
+        assert (await loud.exec("echo alive", timeout=PATIENCE)).output == "alive\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from catalogue.sessions import session
+from catalogue.sessions import PATIENCE, session
 from skyenv.remote.client import connect
 
 MiB = 1 << 20
@@ -51,7 +51,7 @@ async def test_f6_processors_are_told_truly(url: str) -> None:
 async def test_f6_a_pool_that_eats_too_much_is_a_typed_result(url: str) -> None:
     async with session(url, cpus=1, memory_bytes=64 * MiB) as box:
         await box.write_file("/root/pool.py", POOL.encode())
-        result = await box.exec("python3 pool.py", timeout=4.0)
+        result = await box.exec("python3 pool.py", timeout=10.0)
         assert result.oom
         assert result.exit_code != 0
 
@@ -60,15 +60,15 @@ async def test_f7_f9_out_of_memory_is_a_typed_result_of_one_sandbox(url: str) ->
     async with connect(url, "secret") as client:
         assert (await client.health())["limits"]["memory"].startswith("cgroup")
         async with client.sandbox() as other, session(url, memory_bytes=100 * MiB) as box:
-            result = await box.exec(f"{EATER}; echo rc $?", timeout=30)
+            result = await box.exec(f"{EATER}; echo rc $?", timeout=PATIENCE)
             assert result.oom
             assert "rc 137" in result.output
-            alive = await box.exec("echo alive", timeout=5)
+            alive = await box.exec("echo alive", timeout=PATIENCE)
             assert (alive.output, alive.oom) == ("alive\n", False)
-            inside = await box.exec("x=$(head -c 300M /dev/zero | tr '\\0' x); echo survived", timeout=30)
+            inside = await box.exec("x=$(head -c 300M /dev/zero | tr '\\0' x); echo survived", timeout=PATIENCE)
             assert inside.oom
             assert inside.session_restarted
-            fine = await other.exec(f"{EATER}; echo rc $?", timeout=30)
+            fine = await other.exec(f"{EATER}; echo rc $?", timeout=PATIENCE)
             assert (fine.output, fine.oom) == ("rc 0\n", False)
 
 
@@ -81,7 +81,7 @@ async def test_f7_many_neighbours_live_on(url: str) -> None:
                 await box.exec("export STATE=kept")
                 ready.release()
                 await over.wait()
-                result = await box.exec("echo $STATE", timeout=5.0)
+                result = await box.exec("echo $STATE", timeout=PATIENCE)
                 assert (result.output, result.oom, result.session_restarted) == ("kept\n", False, False)
 
         async with anyio.create_task_group() as group:
@@ -90,5 +90,5 @@ async def test_f7_many_neighbours_live_on(url: str) -> None:
             for _number in range(5):
                 await ready.acquire()
             async with client.sandbox(memory_bytes=64 * MiB) as box:
-                assert (await box.exec(EATER, timeout=30)).oom
+                assert (await box.exec(EATER, timeout=PATIENCE)).oom
             over.set()

@@ -1,8 +1,8 @@
 """Harbor task folders: task.toml, instruction.md, environment/, solution/solve.sh and tests/test.sh.
 
-The image is `docker_image`, or the one made from environment/Dockerfile under the name `hb__NAME`; a folder with
-neither is played in the host's system directories. Without a Dockerfile the files of environment/ lie in the working
-directory. A task has a network if it says `public`; what sandboxes cannot give is refused by the field's name.
+The image is `docker_image`, or `hb__NAME:DIGEST`, made from environment/Dockerfile (see `skyenv.envs.swe.building`);
+a folder with neither is played in the host's system directories. Without a Dockerfile the files of environment/ lie in
+the working directory. A task has a network if it says `public`; what no sandbox gives is refused by the field's name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from skyenv.envs.swe.building import image_name
 from skyenv.envs.swe.fields import Row, mapping, number, repo_path, text
 from skyenv.envs.swe.reading import HARBOR
 from skyenv.envs.swe.runners.harbor import RUN_TESTS
@@ -53,7 +54,7 @@ def parse(row: Row) -> SweTask:
         tests=SourceFiles(DirectorySource("tests")),
         fail_to_pass=("reward",),
         runner="harbor",
-        environment=_environment(environment, _image(folder, config), "environment", where, _online(config)),
+        environment=_placed(environment, _made(folder, config), "environment", where, _online(config)),
         reference=_solution(folder, _table(config, "solution", where), where),
         timeout=_seconds(verifier, f"{where}: verifier") or 600.0,
         repo_path=repo_path(environment.get("workdir") or workdir or "/app", f"{where}: environment.workdir"),
@@ -115,18 +116,25 @@ def _online(config: Mapping[str, Any]) -> bool:
     return (config.get("agent", {}).get("network_mode") or environment.get("network_mode") or legacy) == "public"
 
 
-def _image(folder: Path, config: Mapping[str, Any]) -> object:
-    """The agent's image, None for a task that needs none."""
-    built = f"hb__{folder.name}".lower() if (folder / "environment" / "Dockerfile").is_file() else None
-    return config.get("environment", {}).get("docker_image") or built
+def _made(folder: Path, config: Mapping[str, Any]) -> tuple[object, str]:
+    """The agent's image, None for a task that needs none, and the folder that it is made from."""
+    ready = config.get("environment", {}).get("docker_image")
+    return (ready, "") if ready else _built(folder, f"hb__{folder.name}", "environment")
 
 
-def _environment(table: Mapping[str, Any], image: object, name: str, where: str, online: bool) -> Environment:
+def _built(folder: Path, stem: str, context: str) -> tuple[str | None, str]:
+    image = image_name(stem, folder / context)
+    return image, "" if image is None else context
+
+
+def _placed(table: Mapping[str, Any], made: tuple[object, str], name: str, where: str, online: bool) -> Environment:
+    image, context = made
     return Environment(
         image=None if image is None else text(image, f"{where}: {name}.docker_image"),
         env=_variables(table, name, where),
         limits=_limits(table, f"{where}: {name}"),
         network=online,
+        context=context,
     )
 
 
@@ -140,10 +148,13 @@ def _verifier(folder: Path, config: Mapping[str, Any], where: str) -> Environmen
     if mode == "shared":
         return None
     own = _table(table, "environment", f"{where}: verifier")
-    built = f"hb__{folder.name}__verifier".lower() if (folder / "tests" / "Dockerfile").is_file() else None
-    image = own.get("docker_image") or built or _image(folder, config)
+    made: tuple[object, str] = own.get("docker_image"), ""
+    if not made[0]:
+        made = _built(folder, f"hb__{folder.name}__verifier", "tests")
+    if not made[0]:
+        made = _made(folder, config)
     settings = own or _table(config, "environment", where)
-    return _environment(settings, image, "verifier.environment", where, _online(config))
+    return _placed(settings, made, "verifier.environment", where, _online(config))
 
 
 def _artifacts(config: Mapping[str, Any], where: str) -> tuple[str, ...]:

@@ -1,12 +1,13 @@
 """Folders of the first terminal-bench: task.yaml, run-tests.sh, tests/, solution.sh and a Dockerfile.
 
-All tests that the log shows have to pass. The image is the one that its compose file builds, `tb__NAME__client`.
+All tests that the log shows have to pass. The image is made from the folder itself, `tb__NAME:DIGEST`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from skyenv.envs.swe.building import image_name
 from skyenv.envs.swe.datasets.harbor import dockerfile_workdir
 from skyenv.envs.swe.fields import Row, number
 from skyenv.envs.swe.reading import TERMINAL_BENCH
@@ -28,6 +29,7 @@ def parse(row: Row) -> SweTask:
     for name in ("run-tests.sh", "tests"):
         if not (folder / name).exists():
             raise ConfigError(f"{row.where}: {name}: is missing; add it")
+    image = image_name(f"tb__{folder.name}", folder)
     seconds, time = row.value("max_test_timeout_sec"), row.value("max_agent_timeout_sec")
     return SweTask(
         task_id=folder.name,
@@ -36,7 +38,7 @@ def parse(row: Row) -> SweTask:
         tests=SourceFiles(DirectorySource("tests")),
         fail_to_pass=("reward",),
         runner="harbor",
-        environment=Environment(image=f"tb__{folder.name}__client".lower()),
+        environment=Environment(image=image, context="" if image is None else "."),
         reference=SolutionScript(".", "solution.sh", place="/oracle") if (folder / "solution.sh").is_file() else None,
         timeout=number(60.0 if seconds is None else seconds, row.at("max_test_timeout_sec"), 1, 86400),
         repo_path=dockerfile_workdir(folder / "Dockerfile") or "/app",
