@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from sky_trainer.supervise import interrupt_main_thread
@@ -51,21 +51,15 @@ def watched_ranks(timeout: float) -> Iterator[None]:
         yield
         return
     watch = Watch(dist.get_rank(), dist.get_world_size(), timeout)
-    reason = WELL
-    watch.start()
-    try:
+    with ExitStack() as stack:
+        watch.start()
+        stack.push(watch.left)
         yield
-    except BaseException as error:
-        cause = watch.cause_of(error)
-        reason = cause or _said(error)
-        if cause:
-            raise RankLost(cause) from error
-        raise
-    finally:
-        watch.end(reason)
 
 
-def _said(error: BaseException) -> str:
+def _said(error: BaseException | None) -> str:
+    if error is None:
+        return WELL
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -121,6 +115,13 @@ class Watch:
         if broken and not self.lost:
             self._thread.join(min(self._timeout, 5.0))  # until it knows why
         return self.lost or ("another rank is gone" if broken else "")
+
+    def left(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Of the watched block: as `__exit__`. Raises RankLost in place of what a loss led to."""
+        cause = "" if error is None else self.cause_of(error)
+        self.end(cause or _said(error))
+        if cause:
+            raise RankLost(cause) from error
 
     def end(self, reason: str) -> None:
         """Tell the others why, and close."""
