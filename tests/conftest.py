@@ -8,6 +8,7 @@ known that a test needs them, and those tests run last.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,9 @@ from tests.engines.serve import ENVIRONMENTS, READY_WITHIN
 # How fast examples are made says how busy the machine is, not whether the code is right.
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
+
+# A script's background job ignores interrupts, and so would every program that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Flavour = Literal["vllm", "sglang"]
 VARIABLES = {"vllm": "SKYENV_VLLM_URL", "sglang": "SKYENV_SGLANG_URL"}
