@@ -26,8 +26,14 @@ from skyenv.engines.control import control_of
 from skyenv.engines.openai import OpenAIEngine
 from tests.engines.serve import ENVIRONMENTS, READY_WITHIN
 
-# How fast examples are made says how busy the machine is, not whether the code is right.
-settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How fast examples are made says how busy the machine is, not whether the code is right. Each run tries the same
+# examples, unless SKYENV_RANDOM_EXAMPLES is set to look for others.
+settings.register_profile(
+    "busy machine",
+    deadline=None,
+    derandomize="SKYENV_RANDOM_EXAMPLES" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("busy machine")
 
 Flavour = Literal["vllm", "sglang"]
