@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from skyenv.remote.inside.processes import descendants, scan
+
 TOKEN = "benchmark"
 CLI = (sys.executable, "-m", "skyenv.cli")
 
@@ -39,20 +41,7 @@ def node_server(*arguments: str) -> Iterator[str]:
 
 def processes_below(root: int) -> list[int]:
     """A process and all its descendants."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, todo = [], [root]
-    while todo:
-        pid = todo.pop()
-        found.append(pid)
-        todo += children.get(pid, [])
-    return found
+    return [root, *descendants(root, scan())]
 
 
 def proportional_bytes(pids: Sequence[int]) -> int:

@@ -33,7 +33,7 @@ EVERY = 10.0
 class Metering:
     """A meter and its files in `folder` (None: none); open it before the first run.
 
-    `workers`, where others roll out, have meters of their own, whose numbers are told instead.
+    `workers`, where others roll out, have meters of their own, whose numbers and timelines are told instead.
     `rows`: also append the numbers to metrics.jsonl, at most every 10 seconds and at the end, `step` being how many
     trajectories are done. `board`: and to TensorBoard.
     """
@@ -48,11 +48,11 @@ class Metering:
         board: bool = False,
     ) -> None:
         self._config = config or MetricsConfig()
-        self._workers = workers
         self._folder, self._rows = folder, rows and folder is not None
         self.meter = Meter(
             engine_slots=self._config.engine_slots, timeline=folder is not None and self._config.timeline
         )
+        self._told: Meter | ShardedPipeline = self.meter if workers is None else workers
         self.port: int | None = None
         self._timeline = TimelineFile(folder / TIMELINE) if folder is not None else None
         self._with_board = board
@@ -83,8 +83,7 @@ class Metering:
         from skyenv.vector.prometheus import served
 
         async with BlockingPortal() as portal:
-            told = self.meter.numbers if self._workers is None else self._workers.numbers
-            server = served(partial(portal.call, told), self._config.prometheus_port)
+            server = served(partial(portal.call, self._told.numbers), self._config.prometheus_port)
             self.port = await to_thread.run_sync(server.__enter__)
             try:
                 yield
@@ -99,10 +98,10 @@ class Metering:
     async def step(self) -> dict[str, float]:
         """The numbers since the last call; what is new of the timeline is written."""
         await self._write(last=False)
-        return self.meter.step() if self._workers is None else await self._workers.step()
+        return self._told.step() if isinstance(self._told, Meter) else await self._told.step()
 
     async def _write(self, *, last: bool) -> None:
-        lifelines = self.meter.take_lifelines()
+        lifelines = self._told.take_lifelines()
         numbers: Mapping[str, float] = {}
         now = anyio.current_time()
         if self._rows and (last or now - self._written >= EVERY):
@@ -113,7 +112,7 @@ class Metering:
     def _append(self, lifelines: list[Any], numbers: Mapping[str, float]) -> None:
         assert self._folder is not None
         if lifelines and self._timeline is not None:
-            self._timeline.append(lifelines, self.meter.origin)
+            self._timeline.append(lifelines, self._told.origin)
         if not numbers:
             return
         step = int(numbers["trajectories/done"])

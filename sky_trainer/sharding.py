@@ -19,6 +19,7 @@ from sky_trainer.weights import WeightSync
 from skyenv.engines.openai import OpenAIEngine
 from skyenv.engines.pool import EnginePool
 from skyenv.errors import ConfigError, EngineUnavailable
+from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.sharded import ShardedPipeline
 from skyenv.vector.wire import PipelineSpec
@@ -46,7 +47,8 @@ async def open_worker(options: Mapping[str, Any]) -> AsyncIterator[RolloutPipeli
     async with skyenv.connect(config.sandbox.url, config.sandbox.token) as provider, EnginePool(engines) as pool:
         pool.admit = Readmission(pool).admit
         renderer = make_renderer(tokenizer, config.rollout)
-        yield make_pipeline(pool, renderer, provider, tasks, config.env, config.rollout)
+        meter = Meter(engine_slots=config.metrics.engine_slots, timeline=config.metrics.timeline)
+        yield make_pipeline(pool, renderer, provider, tasks, config.env, config.rollout, meter=meter)
 
 
 class Readmission:

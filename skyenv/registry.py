@@ -149,7 +149,7 @@ def make_openenv(url: str = "", **kwargs: Any) -> OpenEnvEnv:
 def make_swe_vector(**kwargs: Any) -> SkyVectorEnv:
     """Make `num_envs` SWE environments that step at the same time and share one connection to a node server.
 
-    Takes the arguments of `make_swe` and `autoreset_mode` of `SkyVectorEnv`.
+    Takes the arguments of `make_swe`, and `autoreset_mode` and `timeout` of `SkyVectorEnv`.
     """
     from skyenv.envs.swe.env import SWEEnv
 
@@ -160,7 +160,7 @@ def make_terminal_vector(**kwargs: Any) -> SkyVectorEnv:
     """Make `num_envs` terminal environments, as `make_swe_vector` does."""
     from skyenv.envs.terminal.env import TerminalEnv
 
-    _check_terminal(kwargs, (*_TERMINAL_KEYWORDS, "num_envs", "autoreset_mode"))
+    _check_terminal(kwargs, (*_TERMINAL_KEYWORDS, "num_envs", "autoreset_mode", "timeout"))
     return _make_vector(TerminalEnv, _TERMINAL_KEYWORDS, **kwargs)
 
 
@@ -179,8 +179,9 @@ def _make_vector(
 
     if sandbox is not None and not isinstance(sandbox, str):
         raise ConfigError("sandbox: a vector environment opens its own connection; give a URL or None")
-    _check_keywords(kwargs, (*known, "autoreset_mode"))
-    autoreset_mode = kwargs.pop("autoreset_mode", None)
+    of_vector = ("autoreset_mode", "timeout")
+    _check_keywords(kwargs, (*known, *of_vector))
+    options = {name: kwargs.pop(name) for name in of_vector if name in kwargs}
     kwargs["tasks"] = load_tasks(kwargs["tasks"])
     spaces = kind(**kwargs)
 
@@ -195,7 +196,7 @@ def _make_vector(
         num_envs,
         observation_space=spaces.observation_space,
         action_space=spaces.action_space,
-        autoreset_mode=autoreset_mode,
+        **options,
     )
 
 

@@ -216,8 +216,9 @@ class Limits:
     """Budgets of one trajectory. Seconds and tokens; the agent's clock starts with the run stage.
 
     `wall_clock` running out is a valid sample of a slow policy; the `*_timeout` deadlines guard infrastructure and
-    end in a masked failure: `queue_timeout` bounds the wait for a stage's slot, `trajectory_timeout` everything from
-    admission to the verdict, all attempts together.
+    end in a masked failure: `admission_timeout` bounds the wait for a place among the living environments,
+    `queue_timeout` that for a stage's slot, `trajectory_timeout` everything from admission to the verdict, all attempts
+    together.
     """
 
     max_turns: int = 50
@@ -227,6 +228,7 @@ class Limits:
     init_timeout: float = 600.0
     turn_timeout: float = 900.0
     eval_timeout: float = 1900.0
+    admission_timeout: float = 43200.0
     queue_timeout: float = 7200.0
     trajectory_timeout: float = 43200.0
     max_nudges: int = 3

@@ -24,7 +24,7 @@ from skyenv.renderer import Tokenizer
 from skyenv.types import SamplingParams, Trajectory, TrajectoryGroup
 from skyenv.vector.background import Background
 from skyenv.vector.lanes import Stages
-from skyenv.vector.work import Numbering
+from skyenv.vector.request import Numbering
 
 
 class SharedRollouts:

@@ -31,7 +31,7 @@ from skyenv.errors import ConfigError, EngineError, SkyEnvError, boundary
 from skyenv.renderer import ByteTokenizer, Renderer
 from skyenv.samples import Row, rows_from
 from skyenv.types import Completion, FinishReason, Message, SamplingParams, StopReason, TrajectoryGroup
-from skyenv.vector.work import Numbering
+from skyenv.vector.request import Numbering
 
 FINISH_SECONDS = 10.0
 

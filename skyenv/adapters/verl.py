@@ -25,7 +25,7 @@ from skyenv.errors import ConfigError, EngineError
 from skyenv.renderer import Renderer
 from skyenv.samples import Row, rows_from
 from skyenv.types import Completion, FinishReason, Message, SamplingParams, Trajectory
-from skyenv.vector.work import Numbering
+from skyenv.vector.request import Numbering
 
 _ABORTED = ("abort", "aborted")
 

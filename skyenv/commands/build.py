@@ -15,8 +15,7 @@ from skyenv.commands.output import print_line
 from skyenv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from skyenv.core import SandboxProvider
-    from skyenv.envs.swe.making.candidates import Admitted, Refusal, Testing, WriteProblem
+    from skyenv.envs.swe.making.candidates import Admission, Admitted, Refusal, Testing, WriteProblem
 
 PYTEST = ("iniconfig==2.0.0", "packaging==24.2", "pluggy==1.5.0", "pytest==8.3.5")
 Made = AsyncGenerator["Admitted | Refusal", None]
@@ -82,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _build(arguments: argparse.Namespace) -> tuple[int, int]:
-    from skyenv.envs.swe.making.candidates import Refusal
+    from skyenv.envs.swe.making.candidates import Admission, Refusal
     from skyenv.envs.swe.records import records_path, write_records
     from skyenv.remote.client import connect
 
@@ -90,7 +89,8 @@ async def _build(arguments: argparse.Namespace) -> tuple[int, int]:
     async with AsyncExitStack() as stack:
         provider = await stack.enter_async_context(connect(arguments.sandbox, arguments.token))
         write_problem = await stack.enter_async_context(_Writer(arguments.writer_url, arguments.writer_model))
-        results = await stack.enter_async_context(aclosing(arguments.make(arguments, provider, write_problem)))
+        admission = Admission(provider, write_problem, arguments.runs)
+        results = await stack.enter_async_context(aclosing(arguments.make(arguments, admission)))
         async for result in results:
             if isinstance(result, Refusal):
                 refused += 1
@@ -163,16 +163,16 @@ def _testing(arguments: argparse.Namespace) -> Testing:
     return Testing(tests, environment, arguments.runner, arguments.timeout)
 
 
-async def _from_releases(arguments: argparse.Namespace, provider: SandboxProvider, write: WriteProblem) -> Made:
+async def _from_releases(arguments: argparse.Namespace, admission: Admission) -> Made:
     from skyenv.envs.swe.making.releases import ReleasePair, release_task
 
     pair = ReleasePair(arguments.name, arguments.old, arguments.new, _testing(arguments))
     if pair.task_id in _known_ids(arguments.out):
         raise ConfigError(f"--out {arguments.out} holds {pair.task_id} already")
-    yield await release_task(pair, provider, write, runs=arguments.runs)
+    yield await release_task(pair, admission)
 
 
-def _from_history(arguments: argparse.Namespace, provider: SandboxProvider, write: WriteProblem) -> Made:
+def _from_history(arguments: argparse.Namespace, admission: Admission) -> Made:
     from skyenv.envs.swe.making.history import HistoryPlan, history_tasks
 
     local = Path(arguments.url).exists()
@@ -187,10 +187,10 @@ def _from_history(arguments: argparse.Namespace, provider: SandboxProvider, writ
         testing=_testing(arguments),
         known=_known_ids(arguments.out),
     )
-    return history_tasks(plan, provider, write, runs=arguments.runs)
+    return history_tasks(plan, admission)
 
 
-async def _from_mutations(arguments: argparse.Namespace, provider: SandboxProvider, write: WriteProblem) -> Made:
+async def _from_mutations(arguments: argparse.Namespace, admission: Admission) -> Made:
     from skyenv.envs.swe.making.mutating import MutationPlan, mutation_tasks
     from skyenv.envs.swe.making.mutations import OPERATOR_NAMES
 
@@ -208,7 +208,7 @@ async def _from_mutations(arguments: argparse.Namespace, provider: SandboxProvid
         operators=operators,
         known=_known_ids(arguments.out),
     )
-    async with aclosing(mutation_tasks(plan, provider, write, runs=arguments.runs)) as results:
+    async with aclosing(mutation_tasks(plan, admission)) as results:
         async for result in results:
             yield result
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from skyenv.commands.choosing import readable_tasks
 from skyenv.commands.output import print_line
 from skyenv.errors import ConfigError
 
@@ -33,19 +34,11 @@ def add(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Status 0 when every image is there."""
-    from skyenv.commands.tasks import only
     from skyenv.envs.swe.building import builds
-    from skyenv.envs.swe.loading import load_tasks
 
     if arguments.timeout <= 0 or arguments.concurrency < 1:
         raise ConfigError("--timeout must be above 0 and --concurrency at least 1")
-    refused: list[str] = []
-
-    def refuse(error: ConfigError) -> None:
-        refused.append(str(error))
-        print_line(f"REFUSED {error}")
-
-    tasks = only(load_tasks(arguments.tasks, refused=refuse, admitted=False), arguments.tasks, arguments.id)
+    tasks, refused = readable_tasks(arguments.tasks, arguments.id)
     wanted = builds(tasks)
     failed = anyio.run(_build_all, wanted, arguments)
     made = [build.image for build in wanted if build.image not in failed]

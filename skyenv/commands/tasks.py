@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from skyenv.commands import build, images
+from skyenv.commands.choosing import chosen_tasks, readable_tasks
 from skyenv.commands.output import print_line
 from skyenv.errors import ConfigError, SkyEnvError
 
@@ -51,26 +52,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     validating.add_argument("--out", type=Path, help="file for the records (default: beside the tasks)")
 
 
-def chosen_tasks(arguments: argparse.Namespace, ids: Sequence[str] = ()) -> list[SweTask]:
-    """Load the task set and keep `ids` (all when empty). ConfigError for an id that is not there."""
-    from skyenv.envs.swe.loading import load_tasks
-
-    tasks = load_tasks(arguments.tasks)
-    return only(tasks, arguments.tasks, ids)
-
-
-def only(tasks: list[SweTask], source: str, ids: Sequence[str]) -> list[SweTask]:
-    """Those of `ids`, all when empty. ConfigError for an id that is not there."""
-    known = {task.task_id: task for task in tasks}
-    for task_id in ids:
-        if task_id not in known:
-            raise ConfigError(f"{source} has no task {task_id!r}; `skyenv tasks list {source}` names all")
-    return [known[task_id] for task_id in ids] if ids else tasks
-
-
 def run_list(arguments: argparse.Namespace) -> int:
     """One line a task."""
-    tasks = chosen_tasks(arguments)
+    tasks = chosen_tasks(arguments.tasks)
     for task in tasks:
         first_line = task.problem.strip().splitlines()[0]
         print_line(f"{task.task_id:40} level {task.level}  {len(task.fail_to_pass):3} to fix  {first_line[:70]}")
@@ -81,7 +65,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Everything about one task that is not its solution."""
-    (task,) = chosen_tasks(arguments, [arguments.task_id])
+    (task,) = chosen_tasks(arguments.tasks, [arguments.task_id])
     shown: dict[str, Any] = {
         "task_id": task.task_id,
         "level": task.level,
@@ -106,7 +90,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 def run_grade(arguments: argparse.Namespace) -> int:
     """Status 0 when the patch resolves the task; the verdict goes to stdout."""
-    (task,) = chosen_tasks(arguments, [arguments.id])
+    (task,) = chosen_tasks(arguments.tasks, [arguments.id])
     try:
         patch = sys.stdin.buffer.read() if arguments.patch == "-" else Path(arguments.patch).read_bytes()
     except OSError as error:
@@ -133,19 +117,12 @@ async def grade_one(task: SweTask, patch: bytes, arguments: argparse.Namespace) 
 
 def run_validate(arguments: argparse.Namespace) -> int:
     """Status 0 when every task is admitted. Writes the records of those that are, drops those that no longer are."""
-    from skyenv.envs.swe.loading import load_tasks
     from skyenv.envs.swe.records import records_path, write_records
     from skyenv.envs.swe.validation import summary
 
     if arguments.runs < 1 or arguments.concurrency < 1:
         raise ConfigError("--runs and --concurrency must be at least 1")
-    refused: list[str] = []
-
-    def refuse(error: ConfigError) -> None:
-        refused.append(str(error))
-        print_line(f"REFUSED {error}")
-
-    tasks = only(load_tasks(arguments.tasks, refused=refuse, admitted=False), arguments.tasks, arguments.id)
+    tasks, refused = readable_tasks(arguments.tasks, arguments.id)
     results = anyio.run(validate_all, tasks, arguments)
     path = arguments.out or records_path(arguments.tasks)
     records = [result["record"] for result in results if result["ok"]]

@@ -26,7 +26,7 @@ from skyenv.types import Completion, Message, SamplingParams
 logger = logging.getLogger(__name__)
 SESSIONS_KEPT = 100_000
 Admit = Callable[[OpenAIEngine], Awaitable[None]]
-LEAST_PAUSE, FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0, 60.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)

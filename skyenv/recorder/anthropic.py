@@ -14,6 +14,7 @@ from skyenv.recorder.wire import (
     Request,
     bad,
     ignored,
+    is_hosted,
     listed,
     name_of,
     number_of,
@@ -92,11 +93,13 @@ class Anthropic:
 
 def _messages(item: Mapping[str, Any], field: str) -> list[Message]:
     role, content = item.get("role"), item.get("content")
-    if role not in ("user", "assistant"):
-        raise bad(f"{field}.role", f"is {role!r}; it must be user or assistant")
+    if role not in ("user", "assistant", "system"):
+        raise bad(f"{field}.role", f"is {role!r}; it must be user, assistant or system")
     if isinstance(content, str):
         return [Message(role, content)]
     blocks = listed(item, "content")
+    if role == "system":
+        return [Message("system", text_of(list(blocks), f"{field}.content"))]
     if role == "assistant":
         calls = tuple(_call(block, f"{field}.content") for block in blocks if block.get("type") == "tool_use")
         return [
@@ -121,8 +124,10 @@ def _result(block: Mapping[str, Any], field: str) -> Message:
 def _tools(body: Mapping[str, Any]) -> tuple[ToolSpec, ...]:
     specs = []
     for i, item in enumerate(listed(body, "tools")):
+        if is_hosted(item):
+            continue
         if item.get("type", "custom") != "custom":
-            raise bad(f"tools[{i}].type", f"is {item['type']!r}; a provider's own tools cannot be run here")
+            raise bad(f"tools[{i}].type", f"is {item['type']!r}; the model here does not know what such a tool takes")
         specs.append(tool(item, "input_schema", f"tools[{i}]"))
     return tuple(specs)
 

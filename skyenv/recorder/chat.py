@@ -47,6 +47,7 @@ class Chat:
             stream=body.get("stream") is True,
             model=str(body.get("model") or ""),
             ignored=ignored(body, _KNOWN),
+            usage=isinstance(options := body.get("stream_options"), dict) and options.get("include_usage") is True,
         )
 
     def write(self, answer: Answer) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class Chat:
         return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
 
     def events(self, answer: Answer) -> Iterator[Event]:
-        """Role, content, calls, finish and usage, a chunk each, and a last event that says so."""
+        """Role, content, calls, finish and, if asked for, usage, a chunk each, and a last event that says so."""
         head = _head(answer, "chat.completion.chunk")
 
         def chunk(delta: Mapping[str, Any], finish: str | None = None) -> Event:
@@ -72,7 +73,8 @@ class Chat:
         for index, call in enumerate(answer.calls):
             yield chunk({"tool_calls": [{"index": index, **_call(call)}]})
         yield chunk({}, _FINISH[answer.finish])
-        yield "", {**head, "choices": [], "usage": _usage(answer)}
+        if answer.usage:
+            yield "", {**head, "choices": [], "usage": _usage(answer)}
         yield "", "[DONE]"
 
     def error(self, refused: Refused) -> dict[str, Any]:

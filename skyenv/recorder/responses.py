@@ -14,6 +14,7 @@ from skyenv.recorder.wire import (
     Request,
     bad,
     ignored,
+    is_hosted,
     listed,
     name_of,
     number_of,
@@ -25,7 +26,7 @@ from skyenv.types import Message, NativeCall, ToolSpec
 
 _KNOWN = ("model", "input", "instructions", "tools", "stream", "max_output_tokens", "store", "include")
 _TEXTS = ("input_text", "output_text", "text", "refusal")
-_DROPPED = ("reasoning", "item_reference")
+_STORED = "nothing is stored here; send the whole history as input"
 
 
 class Responses:
@@ -37,7 +38,7 @@ class Responses:
         """Read a request that carries its whole history."""
         for field in ("previous_response_id", "conversation"):
             if body.get(field) is not None:
-                raise bad(field, "nothing is stored here; send the whole history as input")
+                raise bad(field, _STORED)
         if body.get("background"):
             raise bad("background", "answers are not stored; wait for them")
         messages = [Message("system", text) for text in [text_of(body.get("instructions"), "instructions")] if text]
@@ -88,10 +89,13 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     messages: list[Message] = []
     for i, item in enumerate(items):
         field, kind = f"input[{i}]", item.get("type", "message")
-        if kind in _DROPPED:
+        if kind == "reasoning":
             continue
+        if kind == "item_reference":
+            raise bad(field, f"refers to an item, but {_STORED}")
         if kind == "function_call":
-            call = NativeCall(name_of(item, "call_id", field), name_of(item, "name", field), item.get("arguments"))
+            name = ".".join([*([item["namespace"]] if item.get("namespace") else []), name_of(item, "name", field)])
+            call = NativeCall(name_of(item, "call_id", field), name, item.get("arguments"))
             if not messages or messages[-1].role != "assistant":
                 messages.append(Message("assistant", ""))
             messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, call))
@@ -117,12 +121,19 @@ def _message(item: Mapping[str, Any], field: str) -> Message:
     raise bad(f"{field}.role", f"is {item.get('role')!r}; it must be system, developer, user or assistant")
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[ToolSpec, ...]:
-    specs = []
+def _tools(body: Mapping[str, Any], within: str = "", namespace: str = "") -> tuple[ToolSpec, ...]:
+    """The tools; those of a namespace are called `NAMESPACE.NAME`, which no function's own name can be."""
+    specs: list[ToolSpec] = []
     for i, item in enumerate(listed(body, "tools")):
-        if item.get("type") != "function":
-            raise bad(f"tools[{i}].type", f"is {item.get('type')!r}; a provider's own tools cannot be run here")
-        specs.append(tool(item, "parameters", f"tools[{i}]"))
+        field = f"{within}tools[{i}]"
+        if item.get("type") == "namespace" and not namespace:
+            specs += _tools(item, f"{field}.", f"{name_of(item, 'name', field)}.")
+        elif item.get("type") == "function":
+            spec = tool(item, "parameters", field)
+            specs.append(replace(spec, name=f"{namespace}{spec.name}"))
+        elif not is_hosted(item):
+            known = f"is {item.get('type')!r}; the model here does not know what such a tool takes"
+            raise bad(f"{field}.type", known)
     return tuple(specs)
 
 
@@ -134,7 +145,9 @@ def _items(answer: Answer) -> list[dict[str, Any]]:
         items.append({**head, "content": [part]})
     for number, call in enumerate(answer.calls):
         head = {"type": "function_call", "id": f"fc_{answer.id}_{number}", "status": "completed"}
-        items.append({**head, "call_id": call.id, "name": call.name, "arguments": call.arguments})
+        namespace, _, name = call.name.rpartition(".")
+        called = {"name": name, "namespace": namespace} if namespace else {"name": name}
+        items.append({**head, "call_id": call.id, **called, "arguments": call.arguments})
     return items
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import anyio
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from skyenv.core import Engine
@@ -82,7 +83,10 @@ class Recorder:
         dialects: tuple[Dialect, ...] = (Chat(), Responses(), Anthropic())
         routes = [Route(dialect.path, _Endpoint(self, dialect), methods=["POST"]) for dialect in dialects]
         counting = Route("/v1/messages/count_tokens", _Counting(self, Anthropic()), methods=["POST"])
-        return Starlette(routes=[*routes, counting, Route("/v1/models", self._models)])
+        models = [Route("/v1/models", self._models), Route("/v1/models/{name:path}", self._models)]
+        sockets = Route(Responses.path, _no_socket, methods=["GET"])
+        elsewhere = Route("/{path:path}", _nothing, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+        return Starlette(routes=[*routes, counting, sockets, *models, elsewhere])
 
     def find(self, request: HttpRequest) -> RecordedSession:
         """The session whose key a request presents. Raises Refused."""
@@ -94,12 +98,21 @@ class Recorder:
         return session
 
     async def _models(self, request: HttpRequest) -> Response:
+        """The one model there is, in the words of both providers; clients that check its name get an answer."""
+        name = request.path_params.get("name", self._model)
+        model = {
+            **{"id": self._model, "object": "model", "created": 0, "owned_by": "skyenv"},
+            **{"type": "model", "display_name": self._model, "created_at": "1970-01-01T00:00:00Z"},
+        }
         try:
             self.find(request)
+            if name != self._model:
+                message = f"there is no model {name!r}; the model here is {self._model!r}"
+                raise Refused(404, "model_not_found", message)
         except Refused as refused:
-            return JSONResponse(Chat().error(refused), refused.status)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "skyenv"}
-        return JSONResponse({"object": "list", "data": [model]})
+            return _json(Chat().error(refused), refused.status)
+        ends = {"has_more": False, "first_id": self._model, "last_id": self._model}
+        return _json(model if "name" in request.path_params else {"object": "list", "data": [model], **ends})
 
 
 class _Endpoint:
@@ -114,10 +127,12 @@ class _Endpoint:
             session = self._recorder.find(request)
             asked = self._dialect.read(await _body(request))
             response = await self.respond(session, asked, request)
+        except ClientDisconnect:
+            return
         except Refused as refused:
-            response = JSONResponse(self._dialect.error(refused), refused.status)
+            response = _json(self._dialect.error(refused), refused.status)
         except SkyEnvError as error:
-            response = JSONResponse(self._dialect.error(Refused(400, "invalid_request_error", str(error))), 400)
+            response = _json(self._dialect.error(Refused(400, "invalid_request_error", str(error))), 400)
         await response(scope, receive, send)
 
     async def respond(self, session: RecordedSession, asked: Request, request: HttpRequest) -> Response:
@@ -143,14 +158,14 @@ class _Endpoint:
             return Response(status_code=HUNG_UP)
         if asked.stream:
             return StreamingResponse(encode(self._dialect.events(answer)), media_type="text/event-stream")
-        return JSONResponse(self._dialect.write(answer))
+        return _json(self._dialect.write(answer))
 
 
 class _Counting(_Endpoint):
     """How many tokens a request's history has."""
 
     async def respond(self, session: RecordedSession, asked: Request, request: HttpRequest) -> Response:
-        return JSONResponse({"input_tokens": session.count_tokens(asked)})
+        return _json({"input_tokens": session.count_tokens(asked)})
 
 
 async def _body(request: HttpRequest) -> dict[str, Any]:
@@ -167,6 +182,23 @@ async def _body(request: HttpRequest) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refused(400, "invalid_request_error", "the request must be a JSON object")
     return value
+
+
+async def _no_socket(request: HttpRequest) -> Response:
+    """What a client hears that would rather have a WebSocket, and then posts."""
+    return _json(Chat().error(Refused(426, "upgrade_required", "there are no WebSockets here; use POST")), 426)
+
+
+async def _nothing(request: HttpRequest) -> Response:
+    """What is answered anywhere else."""
+    paths = ", ".join(dialect.path for dialect in (Chat, Responses, Anthropic))
+    message = f"there is no {request.method} {request.url.path} here; models are asked at {paths}"
+    return _json(Chat().error(Refused(404, "not_found_error", message)), 404)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    """A response in JSON, all ASCII: values may hold half of a surrogate pair, which is text in JSON alone."""
+    return Response(json.dumps(value), status, media_type="application/json")
 
 
 def _digest(key: str) -> bytes:

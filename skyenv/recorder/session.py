@@ -51,7 +51,7 @@ class RecordedSession:
 
     `key` is the secret that an agent presents as its API key; `calls` are those that were answered.
     `stop_reason` says which budget was used up. Safe for calls at the same time: each is recorded as a whole, in the
-    order in which they end.
+    order in which they end; `close` sorts the turns by conversation.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class RecordedSession:
         trajectory.segments = self._conversations.segments
         self.calls: list[Call] = []
         self._asked = 0
+        self._closed = False
 
     async def answer(self, request: Request) -> Answer:
-        """Sample an answer and record it. Raises Refused; a cancelled call is not recorded."""
+        """Sample an answer and record it. Raises Refused; a cancelled call is not recorded, nor one after `close`."""
         self._check(request)
-        self._asked += 1
         with boundary(EnvError, "recorder"):
             prompt = self._conversations.prompt(request)
         budget = min(request.max_tokens or 1 << 30, self.limits.max_tokens_per_turn, self.sampling.max_tokens)
@@ -87,6 +87,7 @@ class RecordedSession:
             self.stop_reason = StopReason.CONTEXT
             message = f"this conversation has {len(prompt.ids)} tokens; with {budget} for the answer it is over the"
             raise Refused(400, "context_length_exceeded", f"{message} maximum context of {self.limits.max_context}")
+        self._asked += 1
         started = anyio.current_time()
         try:
             completion = await self._sampler.sample(
@@ -99,8 +100,13 @@ class RecordedSession:
         except EngineError as error:
             self.failure = error
             raise Refused(503, "engine_error", str(error)) from error
+        if self._closed:
+            raise Refused(401, "invalid_api_key", "the session of this key is over")
         self.failure = None
-        return self._record(request, prompt, completion, anyio.current_time() - started)
+        if self.stop_reason is StopReason.CONTEXT:  # the agent has made room
+            self.stop_reason = None
+        with boundary(EnvError, "recorder"):
+            return self._record(request, prompt, completion, anyio.current_time() - started)
 
     def count_tokens(self, request: Request) -> int:
         """How many ids the history of a request is."""
@@ -108,8 +114,15 @@ class RecordedSession:
             return len(self._conversations.prompt(request).ids)
 
     def close(self) -> None:
-        """Write the session's counts into the trajectory. Idempotent."""
-        self.trajectory.counters |= self._conversations.counters
+        """Write the session's counts into the trajectory and put its turns in the order of its segments. Idempotent.
+
+        Calls that are still under way are not recorded.
+        """
+        if not self._closed:
+            self._closed = True
+            trajectory = self.trajectory
+            trajectory.counters |= self._conversations.counters
+            trajectory.turns = [trajectory.turns[index] for index in self._conversations.order()]
 
     def _check(self, request: Request) -> None:
         if request.messages[-1].role == "assistant":
@@ -152,6 +165,7 @@ class RecordedSession:
             prompt_tokens=len(prompt.ids),
             sampled_tokens=len(ids),
             created=int(time.time()),
+            usage=request.usage,
         )
 
     def _observe(self, prompt: Prompt) -> None:

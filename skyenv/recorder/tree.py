@@ -54,6 +54,7 @@ class Conversations:
         self.counters: Counter[str] = Counter()
         self._renderer = renderer
         self._known: dict[bytes, Point] = {}
+        self._turns: list[list[int]] = []
 
     def prompt(self, request: Request) -> Prompt:
         """The ids that a call's history is for the model. Changes nothing."""
@@ -76,6 +77,7 @@ class Conversations:
         else:
             segment, known = Segment(), 0
             self.segments.append(segment)
+            self._turns.append([])
             self.counters["conversations" if base is None else "forks"] += 1
             if base is None:
                 self.counters["rewritten"] += sum(message.role == "assistant" for message in prompt.messages)
@@ -84,10 +86,18 @@ class Conversations:
             segment.append_sampled(completion.token_ids, completion.logprobs)
         else:
             segment.append_context(self._renderer.encode(completion.text))
+        self._turns[next(i for i, each in enumerate(self.segments) if each is segment)].append(turn)
         self._known[_extend(prompt.digest, answer)] = Point(segment, len(segment.token_ids), turn)
 
+    def order(self) -> list[int]:
+        """The numbers of all turns as their answers stand in the segments, one after the other."""
+        return [turn for turns in self._turns for turn in turns]
+
     def _rendered(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages as the format writes them: calls as text, results under the name of their call."""
+        """Messages as the format writes them: calls as text, results under the name of their call.
+
+        System messages after the beginning are user messages: few chat templates take them there.
+        """
         format, rendered, names = self._renderer.format, list[Message](), dict[str, ToolCall]()
         for message in messages:
             if message.role == "assistant":
@@ -97,6 +107,8 @@ class Conversations:
                 rendered.append(Message("assistant", "\n".join(part for part in parts if part)))
             elif message.role == "tool":
                 rendered.append(format.observation(message.content, names.get(message.call_id)))
+            elif message.role == "system" and any(known.role != "system" for known in rendered):
+                rendered.append(Message("user", message.content))
             else:
                 rendered.append(message)
         return rendered

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from skyenv.types import Message, NativeCall, ToolSpec
 
+_HOSTED = ("web_search", "web_fetch", "file_search", "code_interpreter", "code_execution", "image_generation", "mcp")
 Finish = Literal["stop", "length", "calls"]
 NamedEvent = tuple[str, Mapping[str, Any]]
 Event = tuple[str, Mapping[str, Any] | str]
@@ -17,7 +18,10 @@ Event = tuple[str, Mapping[str, Any] | str]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One call of an agent. `ignored` names parameters that have no effect here; `max_tokens` None: the session's."""
+    """One call of an agent. `ignored` names parameters and tools without effect here; `max_tokens` None: the session's.
+
+    `usage`: a stream tells how many tokens there were.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -25,11 +29,15 @@ class Request:
     stream: bool = False
     model: str = ""
     ignored: tuple[str, ...] = ()
+    usage: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said. `calls` carry their arguments as JSON text; `created` in seconds since the epoch."""
+    """What the model said. `calls` carry their arguments as JSON text; `created` in seconds since the epoch.
+
+    `usage` is the request's.
+    """
 
     id: str
     model: str
@@ -39,6 +47,7 @@ class Answer:
     prompt_tokens: int
     sampled_tokens: int
     created: int
+    usage: bool = True
 
 
 class Refused(Exception):
@@ -129,14 +138,30 @@ def tool(item: Mapping[str, Any], schema: str, field: str) -> ToolSpec:
     parameters = item.get(schema)
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict):
-        raise bad(f"{field}.{schema}", "must be a JSON schema")
+    if not isinstance(parameters, dict) or not _is_schema(parameters):
+        raise bad(f"{field}.{schema}", "must be a JSON schema of an object")
     return ToolSpec(name_of(item, "name", field), str(item.get("description") or ""), parameters)
 
 
+def is_hosted(item: Mapping[str, Any]) -> bool:
+    """Whether a provider's servers would run a tool: the model is not told of it, and its agent can do without."""
+    return str(item.get("type")).startswith(_HOSTED)
+
+
+def _is_schema(parameters: Mapping[str, Any]) -> bool:
+    """Whether calls can be checked against it, as far down as they are."""
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    if not all(isinstance(name, str) for name in required):
+        return False
+    return all(isinstance(each, bool | dict) for each in properties.values())
+
+
 def ignored(body: Mapping[str, Any], known: Sequence[str]) -> tuple[str, ...]:
-    """Fields that are set and have no effect here, by name."""
-    return tuple(sorted(key for key, value in body.items() if key not in known and value is not None))
+    """Fields that are set and have no effect here, and hosted tools, by name."""
+    fields = sorted(key for key, value in body.items() if key not in known and value is not None)
+    return (*fields, *(f"tools.{item['type']}" for item in listed(body, "tools") if is_hosted(item)))
 
 
 def openai_error(refused: Refused) -> dict[str, Any]:
@@ -145,8 +170,8 @@ def openai_error(refused: Refused) -> dict[str, Any]:
 
 
 def encode(events: Iterator[Event]) -> Iterator[bytes]:
-    """Server-sent events as bytes."""
+    """Server-sent events as bytes, all ASCII: many readers end lines at characters that JSON leaves as they are."""
     for name, data in events:
         head = f"event: {name}\n" if name else ""
-        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
-        yield f"{head}data: {text}\n\n".encode("utf-8", "backslashreplace")
+        text = data if isinstance(data, str) else json.dumps(data)
+        yield f"{head}data: {text}\n\n".encode()

@@ -39,15 +39,16 @@ from skyenv.remote.protocol import (
     MAX_JSON,
     MAX_WAIT,
     SECRET,
+    CreateRequest,
     ExecParameters,
     GiB,
     PollParameters,
+    PoolRequest,
     RollbackParameters,
     SnapshotParameters,
     TunnelParameters,
-    parse_create,
-    parse_pool,
     parse_query,
+    parse_request,
 )
 from skyenv.remote.sandboxes import Node
 from skyenv.remote.session import Session
@@ -188,7 +189,7 @@ async def _renew(request: Request) -> Response:
 async def _create(request: Request) -> Response:
     node, name, query = _node(request), request.path_params["name"], query_of(request)
     secret = request.headers.get(SECRET, "")
-    wanted = parse_create(await read_body(request, MAX_JSON))
+    wanted = parse_request(CreateRequest, await read_body(request, MAX_JSON))
     node.check_secret(name, secret)
     wait = query.get("queue") != "0"
     call = node.calls.start(name, lambda name: node.create(name, wanted, secret=secret, wait=wait))
@@ -197,7 +198,7 @@ async def _create(request: Request) -> Response:
 
 async def _prefetch(request: Request) -> Response:
     """Answered when the image is there, or with 202 before that; the pool fills in the background."""
-    node, wanted = _node(request), parse_pool(await read_body(request, MAX_JSON))
+    node, wanted = _node(request), parse_request(PoolRequest, await read_body(request, MAX_JSON))
     return await _keyed(request, node.calls, lambda _key: node.prefetch(wanted))
 
 

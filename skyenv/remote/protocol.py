@@ -13,7 +13,6 @@ fields that were set. `skyenv-version` is `MAJOR.MINOR`; a server refuses anothe
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -33,6 +32,7 @@ from skyenv.errors import (
     SandboxProtocolError,
     SandboxUnavailable,
     SkyEnvError,
+    did_you_mean,
 )
 
 VERSION = "1.1"
@@ -62,32 +62,15 @@ State = Literal["queued", "pulling", "starting", "running"]
 
 Reason = Literal[
     # unavailable, 429: come back when somebody else is done
-    "full",
-    "queue_full",
-    "queue_timeout",
+    "full", "queue_full", "queue_timeout",
     # unavailable, 503 and 507
-    "draining",
-    "closing",
-    "pulling",
-    "registry",
-    "launcher",
-    "disk_full",
-    "no_nodes",
-    "node_unknown",
-    "node_unreachable",
-    "proxy",
+    "draining", "closing", "pulling", "registry", "launcher", "disk_full", "no_nodes", "node_unknown",
+    "node_unreachable", "proxy",
     # lost, 410
-    "node_lost",
-    "lease",
-    "deleted",
-    "ended",
+    "node_lost", "lease", "deleted", "ended",
     # unauthorized, protocol
-    "token",
-    "sandbox_token",
-    "too_large",
-    "version",
-    "name_taken",
-]
+    "token", "sandbox_token", "too_large", "version", "name_taken",
+]  # fmt: skip
 """Why, for programs; the message is for people."""
 
 _NAME = re.compile(r"[0-9a-f]{32}")
@@ -348,34 +331,21 @@ def speaks(version: str) -> bool:
     return version.partition(".")[0] == VERSION.partition(".")[0]
 
 
-def nearest_key(key: str, known: Mapping[str, Any]) -> str:
-    """A hint naming the known key that `key` looks most like, or all of them."""
-    close = difflib.get_close_matches(key, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(sorted(known))}"
-
-
 def parse_spec(values: Mapping[str, Any]) -> Spec:
     """Check a spec. ConfigError naming the field and the fix."""
     for key in values:
         if key not in Spec.model_fields:
-            raise ConfigError(f"spec has no key {key!r}; {nearest_key(key, Spec.model_fields)}")
+            known = Spec.model_fields
+            hint = did_you_mean(key, known) or f"; known are {', '.join(sorted(known))}"
+            raise ConfigError(f"spec has no key {key!r}{hint}")
     try:
         return Spec(**values)
     except ValidationError as error:
         raise ConfigError(f"spec.{_first_problem(error)}") from error
 
 
-def parse_create(body: bytes) -> CreateRequest:
-    """Check the body of a create request. ConfigError naming the field."""
-    return _parse_request(CreateRequest, body)
-
-
-def parse_pool(body: bytes) -> PoolRequest:
-    """Check the body of a request for a warm pool. ConfigError naming the field."""
-    return _parse_request(PoolRequest, body)
-
-
-def _parse_request(model: type[Wanted], body: bytes) -> Wanted:
+def parse_request(model: type[Wanted], body: bytes) -> Wanted:
+    """Check the body of a request for a sandbox or a pool of them. ConfigError naming the field."""
     try:
         request = model.model_validate_json(body)
     except ValidationError as error:
@@ -424,8 +394,7 @@ def encode_query(**values: str | float | None) -> str:
 
 def decode_query(query: bytes) -> dict[str, str]:
     """The opposite of `encode_query`."""
-    pairs = parse_qsl(query.decode("ascii", "replace"), keep_blank_values=True, errors="surrogateescape")
-    return dict(pairs)
+    return dict(parse_qsl(query.decode("ascii", "replace"), keep_blank_values=True, errors="surrogateescape"))
 
 
 def encode_meta(meta: Mapping[str, Any]) -> str:

@@ -19,14 +19,15 @@ _INTEGER = re.compile(r"[+-]?\d{1,18}(?:\.0*)?")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,18}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _INTEGER_LIST = re.compile(r"[(\[]?\s*(-?\d{1,18}(?:\s*,\s*-?\d{1,18})+)\s*,?\s*[)\]]?")
 _IGNORED = frozenset({"security_risk"})
-_ARTICLES = {"integer": "an integer", "array": "an array", "object": "an object"}
 
 
 def check_arguments(spec: ToolSpec, arguments: object) -> dict[str, Any] | str:
     """Return the arguments with the types of the schema, or the text of an error for the model.
 
     Booleans may be strings in any case, integers may be `"5"` or `5.0`, arrays and objects may be JSON text, null
-    counts as absent. `security_risk` is dropped unless the tool declares it.
+    counts as absent unless the schema allows it. `security_risk` is dropped unless the tool declares it. Parameters
+    that are not named are allowed where `additionalProperties` says so; what else of a schema is not known here allows
+    anything.
     """
     if not isinstance(arguments, Mapping):
         return f"The arguments of tool '{spec.name}' must be an object with named parameters."
@@ -34,9 +35,10 @@ def check_arguments(spec: ToolSpec, arguments: object) -> dict[str, Any] | str:
     given = {
         str(name): value
         for name, value in arguments.items()
-        if value is not None and (name in properties or name not in _IGNORED)
+        if (value is not None or _nullable(properties.get(name))) and (name in properties or name not in _IGNORED)
     }
-    if unknown := sorted(set(given) - set(properties)):
+    others = spec.parameters.get("additionalProperties", False) is not False  # only where the schema says so
+    if not others and (unknown := sorted(set(given) - set(properties))):
         allowed = ", ".join(sorted(properties)) or "none"
         return f"Tool '{spec.name}' has no parameter named {_names(unknown)}. Its parameters: {allowed}."
     if missing := sorted(set(spec.parameters.get("required", ())) - set(given)):
@@ -44,21 +46,35 @@ def check_arguments(spec: ToolSpec, arguments: object) -> dict[str, Any] | str:
     checked: dict[str, Any] = {}
     for name, value in given.items():
         try:
-            checked[name] = _plain(_coerce(value, properties[name]))
+            checked[name] = _plain(_coerce(value, properties.get(name, {})))
         except ValueError as error:
             return f"Parameter '{name}' of tool '{spec.name}' must be {error}; got {_show(value)}."
     return checked
 
 
-def _coerce(value: Any, schema: Mapping[str, Any]) -> Any:
+def _nullable(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    kind, choices = schema.get("type"), schema.get("anyOf")
+    if isinstance(choices, list) and any(_nullable(choice) for choice in choices):
+        return True
+    return kind == "null" or (isinstance(kind, list) and "null" in kind)
+
+
+def _coerce(value: Any, schema: Any) -> Any:
     """Raises ValueError whose text completes the sentence "must be ..."."""
-    kind = schema.get("type")
-    if kind == "string" and set(schema.get("enum", ())) == {"true", "false"} and isinstance(value, bool | str):
+    if not isinstance(schema, Mapping) or (value is None and _nullable(schema)):
+        return value
+    kind, enum = schema.get("type"), schema.get("enum")
+    if isinstance(kind, list):  # of several kinds any may be meant
+        kinds = [each for each in kind if each != "null"]
+        kind = kinds[0] if len(kinds) == 1 else None
+    if kind == "string" and enum in (["true", "false"], ["false", "true"]) and isinstance(value, bool | str):
         value = str(value).strip().lower()
-    if kind in _COERCERS:
+    if isinstance(kind, str) and kind in _COERCERS:
         value = _COERCERS[kind](value, schema)
-    if "enum" in schema and value not in schema["enum"]:
-        raise ValueError("one of " + ", ".join(sorted(map(str, schema["enum"]))))
+    if isinstance(enum, list) and value not in enum:
+        raise ValueError("one of " + ", ".join(sorted(map(str, enum))))
     return value
 
 
@@ -91,17 +107,19 @@ def _integer(value: Any, _: Mapping[str, Any]) -> int:
 
 
 def _number(value: Any, _: Mapping[str, Any]) -> float:
+    """A whole number stays one: programs read `2000.0` otherwise than `2000`."""
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
-        value = float(value.strip())
+        text = value.strip()
+        value = int(text) if text.lstrip("+-").isdecimal() else float(text)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("a number")
     try:
-        number = float(value)
+        finite = math.isfinite(value)
     except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
+        finite = False
+    if not finite:
         raise ValueError("a finite number")
-    return number
+    return value
 
 
 def _boolean(value: Any, _: Mapping[str, Any]) -> bool:

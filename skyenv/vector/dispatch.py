@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter, deque
+import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -24,9 +25,10 @@ from skyenv.errors import ConfigError, ShardLost, SkyEnvError, boundary
 from skyenv.types import Failure, StopReason, Trajectory
 from skyenv.vector.merged import Merged
 from skyenv.vector.progress import OnEvent
-from skyenv.vector.stopping import FailureThreshold
-from skyenv.vector.wire import Beat, End, Portion, Result, Word
-from skyenv.vector.work import Request
+from skyenv.vector.request import Request
+from skyenv.vector.stopping import Failing, FailureThreshold
+from skyenv.vector.timeline import LIFELINES_KEPT, Lifeline
+from skyenv.vector.wire import Beat, End, Lived, Portion, Result, Word
 
 logger = logging.getLogger(__name__)
 
@@ -85,20 +87,18 @@ class Seat:
 class Job:
     """One run: groups on their way, results that wait to be read."""
 
-    def __init__(self, request: Request, on_event: OnEvent | None) -> None:
+    def __init__(self, request: Request, failures: FailureThreshold, on_event: OnEvent | None) -> None:
         self.request = request
         self.board = Merged(request, on_event)
         self.results: MemoryObjectReceiveStream[Trajectory] | None = None
         self.error: SkyEnvError | None = None
         self.under_way = 0
         self.idle = anyio.Event()
-        self.reasons: Counter[str] = Counter()
+        self.failing = Failing(failures)
         self.again: deque[Group] = deque()
         self.over = False
         self._sender: MemoryObjectSendStream[Trajectory] | None = None
-        self._fresh: Iterator[tuple[int, Task | str]] | None = enumerate(
-            request.tasks, 0 if request.numbering is None else request.numbering.group_id
-        )
+        self._fresh: Iterator[tuple[int, Task | str]] | None = enumerate(request.tasks, request.numbering.group_id)
 
     def next_group(self) -> Group | None:
         """The next one to hand out: one that was lost before a fresh one; None when there is none left."""
@@ -145,11 +145,13 @@ class Job:
 class Dispatcher:
     """Hands groups to seats and takes back what they say or leave behind."""
 
-    def __init__(self, failures: FailureThreshold, max_losses: int, most_unread: int) -> None:
+    def __init__(self, max_losses: int, most_unread: int) -> None:
         self.seats: list[Seat] = []
         self.jobs: list[Job] = []
-        self._failures, self._max_losses, self._most_unread = failures, max_losses, most_unread
+        self._max_losses, self._most_unread = max_losses, most_unread
         self._numbers = itertools.count()
+        self.origin = time.time()
+        self.lifelines: deque[Lifeline] = deque(maxlen=LIFELINES_KEPT)
 
     def add(self, job: Job) -> None:
         """Begin a run."""
@@ -202,6 +204,8 @@ class Dispatcher:
         """Take what a shard said. Of a portion that it no longer holds, nothing."""
         if isinstance(word, Beat):
             seat.beat = word
+        elif isinstance(word, Lived):
+            self.lifelines += (line.later(word.origin - self.origin) for line in word.lifelines)
         elif word.number in seat.groups:
             if isinstance(word, Result):
                 self._deliver(seat.groups[word.number], word.trajectory)
@@ -264,15 +268,9 @@ class Dispatcher:
             trajectory.counters["shards_lost"] = group.losses
         job.put(trajectory)
         job.board.deliver(trajectory)
-        failure = trajectory.failure
-        if failure is None or trajectory.stop_reason is StopReason.CANCELLED:
-            return
-        job.reasons[f"{failure.stage}: {failure.kind}: {failure.message}"] += 1
-        done, failed = job.board.counts
-        if self._failures.exceeded(done, failed):
-            (reason, times), *_ = job.reasons.most_common(1)
-            message = f"stopped: {failed} of {done} trajectories failed, {times} of them in {reason}"
-            self.end(job, SkyEnvError(message))
+        too_much = job.failing.too_much(trajectory, job.board.counts)
+        if too_much is not None:
+            self.end(job, too_much)
 
 
 def _given_up(group: Group, sample: int, reason: str) -> Trajectory:

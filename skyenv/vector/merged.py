@@ -9,14 +9,14 @@ or share by what the shards did.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 
 import anyio
 
 from skyenv.types import StopReason, Trajectory
 from skyenv.vector.progress import EventKind, OnEvent, PipelineEvent, Progress
+from skyenv.vector.request import Request
 from skyenv.vector.wire import STATES
-from skyenv.vector.work import Request
 
 Numbers = Mapping[str, float]
 
@@ -31,8 +31,7 @@ class Merged:
     """What came back of one run. Called from one event loop only."""
 
     def __init__(self, request: Request, on_event: OnEvent | None) -> None:
-        tasks = request.tasks
-        self._total = len(tasks) * request.group_size if isinstance(tasks, Sized) else None
+        self._total = request.total
         self._on_event = on_event
         self._started: float | None = None
         self._counts: Counter[str] = Counter()

@@ -35,10 +35,9 @@ from skyenv.errors import SkyEnvError
 from skyenv.types import Completion, Message, SamplingParams, StopReason, Trajectory
 from skyenv.vector.lanes import STAGES, Stage, Stages
 from skyenv.vector.progress import WAIT_OF, Item, Siblings, State
-from skyenv.vector.timeline import Lifeline
+from skyenv.vector.timeline import LIFELINES_KEPT, Lifeline
 
 KEPT = 2048
-LIFELINES_KEPT = 1 << 16
 HOLDING: frozenset[State] = frozenset({"init", "run_wait", "run", "eval_wait", "eval", "close"})
 
 

@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import AsyncGeneratorType, TracebackType
-from typing import Self
 
 import anyio
 
@@ -30,9 +27,11 @@ from skyenv.types import Limits, SamplingParams, StopReason, Trajectory, Traject
 from skyenv.vector.durations import Durations
 from skyenv.vector.lanes import Stages, StageWidths
 from skyenv.vector.metrics import Meter
-from skyenv.vector.progress import OnEvent, Progress
+from skyenv.vector.progress import OnEvent
+from skyenv.vector.request import Numbering, Request
+from skyenv.vector.run import TrajectoryRun
 from skyenv.vector.stopping import FailureThreshold, StopAction, check_attempts, check_stop_policy
-from skyenv.vector.work import Numbering, Request, Work
+from skyenv.vector.work import Work
 
 __all__ = ["Durations", "RolloutPipeline", "StageWidths", "Stages", "TrajectoryRun"]
 
@@ -53,7 +52,8 @@ class RolloutPipeline:
     named in the log and by an event. `attempts` says for classes of `skyenv.errors`, by name, how often to try in all
     instead of `max_attempts`. With `fork_groups`, first attempts of siblings share a beginning where the environment
     can. With `longest_first`, runs of a sequence of tasks start the groups that took longest so far first, and it
-    learns from what comes back. Raises ConfigError for values that cannot work.
+    learns from what comes back. Nothing is admitted while the consumer of a run has left `most_unread` trajectories
+    unread. Raises ConfigError for values that cannot work.
     """
 
     engine: Engine
@@ -72,13 +72,14 @@ class RolloutPipeline:
     failures: FailureThreshold = field(default_factory=FailureThreshold)
     close_timeout: float = 60.0
     stall_after: float = 900.0
+    most_unread: int = 1024
     stages: Stages | None = None
     meter: Meter | None = None
     on_event: OnEvent | None = None
 
     def __post_init__(self) -> None:
-        if self.max_attempts < 1:
-            raise ConfigError("max_attempts: must be at least 1")
+        if min(self.max_attempts, self.most_unread) < 1:
+            raise ConfigError("max_attempts and most_unread: must be at least 1")
         reward_function(self.reward)
         check_stop_policy(self.stop_policy)
         check_attempts(self.attempts)
@@ -103,18 +104,13 @@ class RolloutPipeline:
         runs. The iteration raises SkyEnvError, after everything that finished was yielded, when too large a share of
         trajectories fails (`failures`) or when `tasks` or `on_event` raises.
         """
-        if group_size < 1:
-            raise ConfigError("group_size: must be at least 1")
-        if enough is not None and not 1 <= enough <= group_size:
-            raise ConfigError(f"enough: must be from 1 to group_size ({group_size})")
-        numbering = Numbering(first_group, tuple(range(group_size)))
-        return TrajectoryRun(self, Request(tasks, group_size, enough, priority, numbering))
+        return TrajectoryRun(Work(self, Request.of(tasks, group_size, enough, priority, first_group)))
 
     def run_part(
         self, task: Task | str, numbering: Numbering, *, enough: int | None = None, priority: int = 0
     ) -> TrajectoryRun:
         """As `run`, for these samples of one group that keep their numbers: a share of a larger run."""
-        return TrajectoryRun(self, Request([task], len(numbering.samples), enough, priority, numbering))
+        return TrajectoryRun(Work(self, Request([task], numbering, enough, priority)))
 
     async def run_groups(
         self, tasks: Iterable[Task | str], group_size: int = 8, *, enough: int | None = None, priority: int = 0
@@ -154,56 +150,3 @@ class RolloutPipeline:
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(self.close_timeout):
                 await env.aclose()
-
-
-class TrajectoryRun:
-    """One run of a pipeline: an asynchronous iterator of trajectories, and a context manager that stops it."""
-
-    def __init__(self, pipeline: RolloutPipeline, request: Request) -> None:
-        # The generator knows the work and never this object: when a consumer breaks, its last reference goes and the
-        # event loop closes it.
-        self._work = Work(pipeline, request)
-        self._stream = _trajectories(self._work)
-
-    @property
-    def progress(self) -> Progress:
-        """Where everything stands now."""
-        return self._work.board.snapshot()
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """What it did so far, by the names of `skyenv.vector.metrics`; of all runs that share its meter."""
-        return self._work.meter.numbers()
-
-    def __aiter__(self) -> AsyncIterator[Trajectory]:
-        return self._stream
-
-    async def __anext__(self) -> Trajectory:
-        return await anext(self._stream)
-
-    async def aclose(self) -> None:
-        """Stop what is under way and free its environments; idempotent, callable from any task."""
-        await self._work.stop()
-        if isinstance(self._stream, AsyncGeneratorType) and not self._stream.ag_running:
-            await self._stream.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-
-async def _trajectories(work: Work) -> AsyncGenerator[Trajectory, None]:
-    sender, results = anyio.create_memory_object_stream[Trajectory](math.inf)
-    with results:
-        work.start(sender)
-        try:
-            async for trajectory in results:
-                yield trajectory
-        finally:
-            await work.stop()
-    if work.error is not None:
-        raise work.error

@@ -23,6 +23,7 @@ from skyenv.vector.wire import PipelineSpec, Portion, Word, read_words, write_wo
 
 T = TypeVar("T")
 CLOSE_TIMEOUT = 90.0
+KILL_TIMEOUT = 30.0
 
 
 def ray_pipeline(
@@ -65,14 +66,15 @@ def ray_shards(spec: PipelineSpec, actor: Mapping[str, Any]) -> StartShard:
 
 
 async def _end(handle: Any, lost: bool) -> None:
-    """Close the shard if it can still hear, then end its process."""
+    """Close the shard if it can still hear, then end its process; a cluster that does not answer is not waited for."""
     if not lost:
         try:
             with anyio.move_on_after(CLOSE_TIMEOUT):
                 await _answer(handle.close.remote())
         except ShardLost:
             pass
-    await anyio.to_thread.run_sync(_ray().kill, handle)
+    with anyio.move_on_after(KILL_TIMEOUT):
+        await anyio.to_thread.run_sync(_ray().kill, handle, abandon_on_cancel=True)
 
 
 class RayLink:

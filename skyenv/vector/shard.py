@@ -21,9 +21,9 @@ from skyenv.vector.lanes import Stages
 from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.progress import Progress
+from skyenv.vector.request import Numbering
 from skyenv.vector.stopping import FailureThreshold
-from skyenv.vector.wire import Beat, End, Portion, Result, Versioned, Word
-from skyenv.vector.work import Numbering
+from skyenv.vector.wire import Beat, End, Lived, Portion, Result, Versioned, Word
 
 OpenPipeline = Callable[[], AbstractAsyncContextManager[RolloutPipeline]]
 
@@ -81,7 +81,9 @@ class Shard:
             with anyio.move_on_after(seconds):
                 await self._spoken.wait()
         words, self._words = self._words[:MOST_AT_ONCE], self._words[MOST_AT_ONCE:]
-        return [*words, self._beat()]
+        lifelines = tuple(self._meter.take_lifelines())
+        lived = [Lived(self._meter.origin, lifelines)] if lifelines else []
+        return [*lived, *words, self._beat()]
 
     async def close(self) -> None:
         """Cancel everything and close the pipeline; idempotent."""

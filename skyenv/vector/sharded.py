@@ -9,13 +9,14 @@ cancelled frees what it holds on every shard; leaving the pipeline's block ends 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from types import AsyncGeneratorType, TracebackType
+from types import TracebackType
 from typing import Protocol, Self
 
 import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
 
 from skyenv.core import Task
 from skyenv.errors import ConfigError, ShardLost, SkyEnvError, boundary
@@ -24,9 +25,11 @@ from skyenv.vector.background import Background
 from skyenv.vector.dispatch import Announce, Cancel, Dispatcher, Job, Seat
 from skyenv.vector.merged import merged_numbers
 from skyenv.vector.progress import OnEvent, Progress
+from skyenv.vector.request import Request
+from skyenv.vector.run import TrajectoryRun
 from skyenv.vector.stopping import FailureThreshold
+from skyenv.vector.timeline import Lifeline
 from skyenv.vector.wire import Portion, Word
-from skyenv.vector.work import Numbering, Request
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +105,7 @@ class ShardedPipeline:
 
     def __init__(self, start: StartShard, rules: ShardRules | None = None, on_event: OnEvent | None = None) -> None:
         self._start, self._rules, self._on_event = start, rules or ShardRules(), on_event
-        self._dispatcher = Dispatcher(self._rules.failures, self._rules.max_losses, self._rules.most_unread)
+        self._dispatcher = Dispatcher(self._rules.max_losses, self._rules.most_unread)
         self._background: Background | None = None
         self._ready = anyio.Event()
         self._fatal: SkyEnvError | None = None
@@ -141,14 +144,10 @@ class ShardedPipeline:
         enough: int | None = None,
         priority: int = 0,
         first_group: int = 0,
-    ) -> ShardedRun:
+    ) -> TrajectoryRun:
         """As `skyenv.vector.pipeline.RolloutPipeline.run`, over the shards."""
-        if group_size < 1:
-            raise ConfigError("group_size: must be at least 1")
-        if enough is not None and not 1 <= enough <= group_size:
-            raise ConfigError(f"enough: must be from 1 to group_size ({group_size})")
-        numbering = Numbering(first_group, tuple(range(group_size)))
-        return ShardedRun(self, Job(Request(tasks, group_size, enough, priority, numbering), self._on_event))
+        request = Request.of(tasks, group_size, enough, priority, first_group)
+        return TrajectoryRun(_Share(self, Job(request, self._rules.failures, self._on_event)))
 
     @property
     def shards(self) -> tuple[str, ...]:
@@ -175,6 +174,20 @@ class ShardedPipeline:
             for name, link in self._links.items():
                 group.start_soon(ask, name, link)
         return {**merged_numbers(found), "shards/up": float(len(self._links))}
+
+    @property
+    def origin(self) -> float:
+        """The moment from which its lifelines count, in seconds since 1970."""
+        return self._dispatcher.origin
+
+    def take_lifelines(self) -> list[Lifeline]:
+        """Those of the trajectories that came back since the last call, where the meters of the shards keep a timeline.
+
+        The last 65 536 are kept. The clocks of the shards' machines say what happened when.
+        """
+        taken = list(self._dispatcher.lifelines)
+        self._dispatcher.lifelines.clear()
+        return taken
 
     async def announce(self, version: int) -> None:
         """The engines sample from this policy version: every shard is told, also those that come up later."""
@@ -268,11 +281,13 @@ class ShardedPipeline:
                 self._dispatcher.hear(seat, word)
             self._dispatcher.pump()
 
-    def _add(self, job: Job) -> None:
+    def _begin(self, job: Job) -> MemoryObjectReceiveStream[Trajectory]:
         if self._background is None or self._fatal is not None:
             self._dispatcher.end(job, self._fatal)
             raise self._fatal or ConfigError("use a sharded pipeline inside `async with`")
+        results = job.start()
         self._dispatcher.add(job)
+        return results
 
     async def _stop(self, job: Job) -> None:
         """Cancel what a run holds on the shards, and wait until they have freed it or are gone."""
@@ -283,16 +298,18 @@ class ShardedPipeline:
             logger.warning("a cancelled run was not freed within %g s", self._rules.cancel_timeout)
 
 
-class ShardedRun:
-    """One run over the shards: an asynchronous iterator of trajectories, and a context manager that stops it."""
+class _Share:
+    """One run over the shards, for its `TrajectoryRun`."""
 
     def __init__(self, pipeline: ShardedPipeline, job: Job) -> None:
         self._pipeline, self._job = pipeline, job
-        self._stream = _trajectories(pipeline, job)
+
+    @property
+    def error(self) -> SkyEnvError | None:
+        return self._job.error
 
     @property
     def progress(self) -> Progress:
-        """Where everything stands, as the shards last said."""
         seats = self._pipeline._dispatcher.seats
         mine = [(seat, number) for seat in seats for number, group in seat.groups.items() if group.job is self._job]
         return self._job.board.snapshot(
@@ -301,38 +318,13 @@ class ShardedRun:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What it did so far, by the names of `skyenv.vector.metrics`, merged as `skyenv.vector.merged` says."""
         return self._job.board.numbers([seat.beat.numbers for seat in self._pipeline._dispatcher.seats])
 
-    def __aiter__(self) -> AsyncIterator[Trajectory]:
-        return self._stream
+    def start(self) -> MemoryObjectReceiveStream[Trajectory]:
+        return self._pipeline._begin(self._job)
 
-    async def __anext__(self) -> Trajectory:
-        return await anext(self._stream)
+    def taken(self) -> None:
+        self._pipeline._dispatcher.pump()
 
-    async def aclose(self) -> None:
-        """Stop what is under way and free its environments; idempotent, callable from any task."""
+    async def stop(self) -> None:
         await self._pipeline._stop(self._job)
-        if isinstance(self._stream, AsyncGeneratorType) and not self._stream.ag_running:
-            await self._stream.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-
-async def _trajectories(pipeline: ShardedPipeline, job: Job) -> AsyncGenerator[Trajectory, None]:
-    with job.start() as results:
-        try:
-            pipeline._add(job)
-            async for trajectory in results:
-                pipeline._dispatcher.pump()
-                yield trajectory
-        finally:
-            await pipeline._stop(job)
-    if job.error is not None:
-        raise job.error

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
 from skyenv import errors
 from skyenv.errors import ConfigError, EngineError, RewardError, SandboxError, SkyEnvError, SourceUnavailable
-from skyenv.types import StopPolicy, StopReason
+from skyenv.types import StopPolicy, StopReason, Trajectory
 
 PENALTY = 0.5
 
@@ -27,6 +28,26 @@ class FailureThreshold:
     def exceeded(self, done: int, failed: int) -> bool:
         """Whether `failed` of `done` is too much."""
         return done >= self.minimum and failed > self.share * done
+
+
+class Failing:
+    """What failed in a run, by reason."""
+
+    def __init__(self, threshold: FailureThreshold) -> None:
+        self._threshold = threshold
+        self._reasons: Counter[str] = Counter()
+
+    def too_much(self, trajectory: Trajectory, counts: tuple[int, int]) -> SkyEnvError | None:
+        """Note a trajectory that came back; why the run is to end when so many of so many (`counts`) failed."""
+        failure = trajectory.failure
+        if failure is None or trajectory.stop_reason is StopReason.CANCELLED:
+            return None
+        self._reasons[f"{failure.stage}: {failure.kind}: {failure.message}"] += 1
+        done, failed = counts
+        if not self._threshold.exceeded(done, failed):
+            return None
+        (reason, times), *_ = self._reasons.most_common(1)
+        return SkyEnvError(f"stopped: {failed} of {done} trajectories failed, {times} of them in {reason}")
 
 
 def check_stop_policy(policy: Mapping[StopReason, StopAction]) -> None:

@@ -7,7 +7,7 @@ below count from that moment. A line that a crash cut short is skipped.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from skyenv.errors import ConfigError, boundary
 
 FORMAT = 1
+LIFELINES_KEPT = 1 << 16
 Span = tuple[str, float, float]
 """A state of `skyenv.vector.progress.State`, when it began and when it ended, in seconds."""
 
@@ -56,7 +57,7 @@ class TimelineFile:
 
     def append(self, lifelines: Iterable[Lifeline], origin: float) -> None:
         """Write them, and close a line that a crash cut short. Blocks on the disk. OSError when that refuses."""
-        rows = [json.dumps(_to_json(line), separators=(",", ":")) for line in lifelines]
+        rows = [json.dumps(lifeline_to_json(line), separators=(",", ":")) for line in lifelines]
         if not self._begun:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             rows.insert(0, json.dumps({"timeline": FORMAT, "unix": origin}))
@@ -83,7 +84,7 @@ def read_timeline(path: Path) -> list[Lifeline]:
                     first = row["unix"] if first is None else first
                     offset = row["unix"] - first
                 else:
-                    found.append(_from_json(row).later(offset))
+                    found.append(lifeline_from_json(row).later(offset))
         except ConfigError:
             continue
     if not found:
@@ -91,14 +92,16 @@ def read_timeline(path: Path) -> list[Lifeline]:
     return found
 
 
-def _to_json(line: Lifeline) -> dict[str, Any]:
+def lifeline_to_json(line: Lifeline) -> dict[str, Any]:
+    """As JSON values; times to a tenth of a millisecond."""
     spans = [[state, round(start, 4), round(end, 4)] for state, start, end in line.spans]
     generations = [[round(start, 4), round(end, 4)] for start, end in line.generations]
     named = {"task": line.task_id, "group": line.group_id, "sample": line.sample_index, "outcome": line.outcome}
     return {**named, "reward": line.reward, "spans": spans, "generations": generations}
 
 
-def _from_json(row: dict[str, Any]) -> Lifeline:
+def lifeline_from_json(row: Mapping[str, Any]) -> Lifeline:
+    """The inverse. KeyError, TypeError or ValueError for anything else."""
     spans = tuple((str(state), float(start), float(end)) for state, start, end in row["spans"])
     generations = tuple((float(start), float(end)) for start, end in row["generations"])
     return Lifeline(row["task"], row["group"], row["sample"], row["outcome"], row["reward"], spans, generations)

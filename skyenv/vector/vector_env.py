@@ -7,13 +7,20 @@ observation and flags, until `reset(options={"reset_mask": bool array})`).
 
 Two faces: `reset`, `step` and `close` block; `areset`, `astep` and `aclose` are the same for callers on an event loop,
 asyncio's or trio's, whose cancellation ends what is under way and with it the environments. Lock-step suits looking and
-evaluating; for training, episodes of uneven length belong into the pipeline. `close` frees everything; so does the end
-of the main thread.
+evaluating; for training, episodes of uneven length belong into the pipeline. `close` ends what is under way and frees
+everything; so does the end of the main thread.
+
+A call waits for all environments, though no longer than `timeout`, then raises the first error, with a note saying
+whose it is; the answers of the others stand. An environment that hung, was interrupted or failed to reset must be
+reset, by `reset_mask` alone or with the others.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import logging
+import numbers
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
@@ -27,12 +34,14 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from skyenv.core import Env
-from skyenv.errors import ConfigError, ResetNeeded
-from skyenv.portal import Portal
+from skyenv.errors import ConfigError, DeadlineExceeded, EnvError, ResetNeeded, SkyEnvError, boundary
+from skyenv.portal import Actor, Portal
 from skyenv.types import Step, ToolCall
 
+logger = logging.getLogger(__name__)
 Action = ToolCall | Mapping[str, Any]
 T = TypeVar("T")
+CLOSE_TIMEOUT = 60.0
 _MODES = {mode.name.lower(): mode for mode in AutoresetMode}
 
 
@@ -41,7 +50,8 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
 
     Observations and actions are tuples, rewards float64 and flags bool arrays of shape (num_envs,); in infos every key
     holds an object array and `_key` the mask of the environments that set it. An action is a mapping or a `ToolCall`.
-    The step that ends an episode evaluates it: infos then have `verdict` and `stop_reason`.
+    The step that ends an episode evaluates it: infos then have `verdict` and `stop_reason`. An environment that is not
+    done `timeout` seconds after a call began is freed and reported as DeadlineExceeded.
     """
 
     def __init__(
@@ -52,33 +62,41 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
         autoreset_mode: AutoresetMode | str | None = None,
+        timeout: float = 3600.0,
     ) -> None:
         if num_envs < 1:
             raise ConfigError(f"num_envs: {num_envs} is too few; use at least 1")
+        if timeout <= 0:
+            raise ConfigError(f"timeout: {timeout:g} s is no time; use more than 0")
         self._mode = _mode(autoreset_mode)
         self.metadata = {"render_modes": [], "autoreset_mode": self._mode}
         self.num_envs = num_envs
         self.single_observation_space, self.single_action_space = observation_space, action_space
         self.observation_space = batch_space(observation_space, num_envs)
         self.action_space = batch_space(action_space, num_envs)
+        self._timeout = timeout
         self._last: list[Step | None] = [None] * num_envs
+        self._running: dict[int, concurrent.futures.Future[Any]] = {}
+        self._lock = threading.Lock()  # around calls that begin, and the end of all
+        self._ending = False
         self._portal = Portal()
         self._context = self._portal.enter(environments)
         with ExitStack() as undo:
             undo.callback(self._portal.close)
             make_env = self._context.__enter__()
             self._envs = [make_env() for _ in range(num_envs)]
-            self._actors = [self._portal.actor(env.aclose) for env in self._envs]
+            self._actors = [self._portal.actor(partial(_freed, env)) for env in self._envs]
             undo.pop_all()
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[tuple[str, ...], dict[str, Any]]:
         """Start episodes, all or those of `options["reset_mask"]`; an int seed gives environment i seed + i."""
+        self._check_open()
         rest = dict(options or {})
         mask = rest.pop("reset_mask", None)
         chosen = [True] * self.num_envs if mask is None else [bool(flag) for flag in mask]
-        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed or [None] * self.num_envs
+        seeds = _seeds(seed, self.num_envs)
         if len(chosen) != self.num_envs or len(seeds) != self.num_envs:
             raise ConfigError(f"reset_mask and a list of seeds need {self.num_envs} items")
         self._run([partial(self._reset_one, i, seeds[i], rest) if chosen[i] else None for i in range(self.num_envs)])
@@ -87,6 +105,7 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Sequence[Action]) -> tuple[tuple[str, ...], Any, Any, Any, dict[str, Any]]:
         """Step every environment at once; see the module for what happens after an episode's end."""
+        self._check_open()
         if len(actions) != self.num_envs:
             raise ConfigError(f"{len(actions)} actions for {self.num_envs} environments")
         answers = [_has_reset(answer) for answer in self._last]
@@ -113,18 +132,20 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
         try:
             return await to_thread.run_sync(call, abandon_on_cancel=True)
         except anyio.get_cancelled_exc_class():
-            for actor in self._actors:
-                actor.cancel()
+            self._interrupt()
             raise
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close every environment, then the connection and the thread."""
-        try:
+        with self._lock:
+            self._ending = True
             for actor in self._actors:
-                actor.close()
-            self._context.__exit__(None, None, None)
-        finally:
-            self._portal.close()
+                actor.cancel()
+        with ExitStack() as stack:
+            stack.callback(self._portal.close)
+            stack.callback(self._context.__exit__, None, None, None)
+            with concurrent.futures.ThreadPoolExecutor(self.num_envs) as pool:
+                stack.callback(list, pool.map(Actor.close, self._actors))
 
     def _next(self, i: int, action: Action, last: Step) -> Callable[[], Any] | None:
         if self._mode is AutoresetMode.SAME_STEP or not (last.terminated or last.truncated):
@@ -151,16 +172,37 @@ class SkyVectorEnv(VectorEnv[Any, Any, Any]):
         self._last[i] = step
 
     def _run(self, calls: Sequence[Callable[[], Any] | None]) -> None:
-        """Run the calls together and wait for all; the first error is raised, an interrupt ends the environments."""
-        running = [(actor, actor.submit(call)) for actor, call in zip(self._actors, calls, strict=True) if call]
+        """Run the calls together and wait for all; an interrupt ends the environments, the first error is raised."""
+        with self._lock:
+            self._check_open()
+            self._running = {i: self._actor(i).submit(call) for i, call in enumerate(calls) if call}
         try:
-            concurrent.futures.wait([future for _, future in running])
+            _, late = concurrent.futures.wait(self._running.values(), self._timeout)
         finally:
-            for actor, future in running:
-                if not future.done():
-                    actor.cancel()
-        for _, future in running:
-            future.result()
+            self._interrupt()
+        failed = {i: _error(future, future in late, self._timeout) for i, future in self._running.items()}
+        errors = {i: error for i, error in failed.items() if error is not None}
+        for i, error in errors.items():
+            error.add_note(f"environment {i} of {self.num_envs}; failed: {', '.join(map(str, errors))}")
+            raise error
+
+    def _actor(self, i: int) -> Actor:
+        """The actor of an environment; a new one after an interrupt, once the old one has freed what it held."""
+        if self._actors[i].ended:
+            self._actors[i].close()
+            self._actors[i] = self._portal.actor(partial(_freed, self._envs[i]))
+        return self._actors[i]
+
+    def _interrupt(self) -> None:
+        """End what is under way; its environments must be reset."""
+        for i, future in self._running.items():
+            if not future.done():
+                self._last[i] = None
+                self._actors[i].cancel()
+
+    def _check_open(self) -> None:
+        if self._ending:
+            raise ResetNeeded("the vector environment is closed")
 
     def _batch(self, answers: Sequence[Step]) -> tuple[tuple[str, ...], Any, Any, Any, dict[str, Any]]:
         observations = tuple(answer.observation for answer in answers)
@@ -180,6 +222,32 @@ def _batch_infos(infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batched[key] = _batch_infos([final or {} for final in column]) if key == "final_info" else column
         batched[f"_{key}"] = np.array([key in info for info in infos], dtype=np.bool_)
     return batched
+
+
+def _seeds(seed: Any, count: int) -> Sequence[int | None]:
+    """One for each environment, of whatever Gymnasium's callers give."""
+    if seed is None:
+        return [None] * count
+    if isinstance(seed, numbers.Integral):
+        return [int(seed) + i for i in range(count)]
+    return [None if each is None else int(each) for each in seed]
+
+
+def _error(future: concurrent.futures.Future[Any], late: bool, timeout: float) -> BaseException | None:
+    """What went wrong with a call."""
+    if late:
+        return DeadlineExceeded(f"the environment did not answer within {timeout:g} s")
+    error = ResetNeeded("interrupted") if future.cancelled() else future.exception()
+    return ResetNeeded("interrupted") if isinstance(error, anyio.ClosedResourceError) else error
+
+
+async def _freed(env: Env) -> None:
+    """Close an environment, whatever ends its actor."""
+    try:
+        with anyio.CancelScope(shield=True), boundary(EnvError, "env.aclose"), anyio.fail_after(CLOSE_TIMEOUT):
+            await env.aclose()
+    except SkyEnvError as error:
+        logger.warning("not closed: %s", error)
 
 
 def _has_reset(answer: Step | None) -> Step:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from skyenv.errors import ConfigError, boundary
 from skyenv.trajectory_io import trajectory_from_json, trajectory_to_json
 from skyenv.types import Trajectory
+from skyenv.vector.timeline import Lifeline, lifeline_from_json, lifeline_to_json
 
 STATES = ("init_wait", "init", "run_wait", "run", "eval_wait", "eval", "close")
 
@@ -89,7 +90,18 @@ class Beat:
     portions: Mapping[int, tuple[int, ...]]
 
 
-Word = Result | End | Beat
+@dataclass(frozen=True, slots=True)
+class Lived:
+    """What trajectories that came back went through, where the pipeline's meter keeps a timeline.
+
+    Their times count from `origin`, in seconds since 1970 by the shard's clock.
+    """
+
+    origin: float
+    lifelines: tuple[Lifeline, ...]
+
+
+Word = Result | End | Beat | Lived
 
 
 @runtime_checkable
@@ -117,6 +129,8 @@ def _written(word: Word) -> dict[str, Any]:
             return {"end": asdict(word)}
         case Beat(numbers, portions):
             return {"numbers": dict(numbers), "portions": dict(portions)}
+        case Lived(origin, lifelines):
+            return {"lifelines": [lifeline_to_json(line) for line in lifelines], "origin": origin}
 
 
 def _read(word: Mapping[str, Any]) -> Word:
@@ -124,4 +138,6 @@ def _read(word: Mapping[str, Any]) -> Word:
         return Result(word["number"], trajectory_from_json(word["trajectory"]))
     if "end" in word:
         return End(**word["end"])
+    if "lifelines" in word:
+        return Lived(word["origin"], tuple(lifeline_from_json(row) for row in word["lifelines"]))
     return Beat(word["numbers"], {int(number): tuple(counts) for number, counts in word["portions"].items()})

@@ -10,15 +10,14 @@ import itertools
 import logging
 import math
 import zlib
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
-from anyio.streams.memory import MemoryObjectSendStream
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from skyenv.core import Env, GradesAhead, SharesBeginning, Task
 from skyenv.errors import (
@@ -33,11 +32,12 @@ from skyenv.rewards import reward_function
 from skyenv.rollout import RolloutOptions, rollout
 from skyenv.types import Failure, StopReason, Trajectory
 from skyenv.vector.background import Background
-from skyenv.vector.lanes import Stage, Stages
+from skyenv.vector.lanes import Lane, Stage, Stages
 from skyenv.vector.metrics import Meter, MeteredEngine
-from skyenv.vector.progress import WAIT_OF, Board, Item
+from skyenv.vector.progress import WAIT_OF, Board, Item, Progress
+from skyenv.vector.request import Request
 from skyenv.vector.sharing import SharedInit
-from skyenv.vector.stopping import attempts_for, failed_reason, settled
+from skyenv.vector.stopping import Failing, attempts_for, failed_reason, settled
 
 if TYPE_CHECKING:
     from skyenv.vector.pipeline import RolloutPipeline
@@ -47,25 +47,6 @@ T = TypeVar("T")
 
 LONGEST_PAUSE = 30.0
 ENOUGH = "GroupComplete"
-
-
-@dataclass(frozen=True, slots=True)
-class Numbering:
-    """What the one group of a run is called: its number, and those of its samples."""
-
-    group_id: int
-    samples: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a run is asked for; see `RolloutPipeline.run`."""
-
-    tasks: Iterable[Task | str]
-    group_size: int
-    enough: int | None = None
-    priority: int = 0
-    numbering: Numbering | None = None
 
 
 @dataclass(slots=True)
@@ -84,14 +65,13 @@ class Work:
 
     def __init__(self, pipeline: RolloutPipeline, request: Request) -> None:
         self.pipeline, self._request = pipeline, request
-        tasks = request.tasks
-        total = len(tasks) * request.group_size if isinstance(tasks, Sized) else None
         self.meter = pipeline.meter or Meter()
-        self.board = Board(total, pipeline.on_event, self.meter, request.group_size)
+        self.board = Board(request.total, pipeline.on_event, self.meter, request.group_size)
         self.stages = pipeline.stages or Stages(pipeline.widths)
         self._options = RolloutOptions(pipeline.limits, pipeline.sampling, pipeline.rules)
         self._reward = reward_function(pipeline.reward)
-        self._reasons: Counter[str] = Counter()
+        self._failing = Failing(pipeline.failures)
+        self._taken = anyio.Event()
         self._groups: dict[int, Group] = {}
         self._places: dict[int, int] = {}
         self._background: Background | None = None
@@ -101,19 +81,35 @@ class Work:
         """What ended the run before its end."""
         return self._background.error if self._background is not None else None
 
-    def start(self, results: MemoryObjectSendStream[Trajectory]) -> None:
-        """Begin to put trajectories into `results`, which is closed at the end."""
-        self._background = Background(lambda: self._main(results), "pipeline")
+    @property
+    def progress(self) -> Progress:
+        """Where everything stands now."""
+        return self.board.snapshot()
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Those of its meter."""
+        return self.meter.numbers()
+
+    def start(self) -> MemoryObjectReceiveStream[Trajectory]:
+        """See `skyenv.vector.run.Rolling`."""
+        sender, results = anyio.create_memory_object_stream[Trajectory](math.inf)
+        self._background = Background(lambda: self._main(sender), "pipeline")
         self._background.start()
+        return results
+
+    def taken(self) -> None:
+        """See `skyenv.vector.run.Rolling`."""
+        self._taken.set()
 
     async def stop(self) -> None:
-        """Cancel what is under way and wait until it is cleaned up; idempotent."""
+        """See `skyenv.vector.run.Rolling`."""
         if self._background is not None:
             await self._background.stop()
 
     def _items(self) -> Iterator[tuple[Item, Task | str]]:
         """Sibling after sibling, task after task; the longest first where that is asked for and known."""
-        numbering = self._request.numbering or Numbering(0, tuple(range(self._request.group_size)))
+        numbering = self._request.numbering
         tasks: Iterable[tuple[int, Task | str]] = enumerate(self._request.tasks, numbering.group_id)
         history = self.pipeline.longest_first
         if history is not None and isinstance(self._request.tasks, Sequence):
@@ -129,31 +125,73 @@ class Work:
             with self.board.running(self.stages):
                 await self._admit_all(results)
         finally:
-            for unfinished in self._groups.values():
-                await self._free(unfinished)
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as group:
+                    for unfinished in self._groups.values():
+                        group.start_soon(self._free, unfinished)
 
     async def _admit_all(self, results: MemoryObjectSendStream[Trajectory]) -> None:
         async with results, anyio.create_task_group() as beside:
             beside.start_soon(self._name_stalled)
             async with anyio.create_task_group() as group:
                 for item, task in self._items():
-                    await self.stages.live.acquire(self._rank(item))
-                    group.start_soon(self._one, item, task, results)
+                    await self._wanted(results)
+                    siblings = self._groups.setdefault(item.group_id, Group(self._request.group_size))
+                    refused = await self._refused(item, siblings)
+                    if refused is None:
+                        group.start_soon(self._one, item, task, siblings, results)
+                    else:
+                        await self._deliver(item, refused, siblings, results)
             beside.cancel_scope.cancel()
+
+    async def _wanted(self, results: MemoryObjectSendStream[Trajectory]) -> None:
+        """Hold back while the consumer has too much to read: it wakes this by reading, or ends it by stopping."""
+        while results.statistics().current_buffer_used >= self.pipeline.most_unread:
+            self._taken = anyio.Event()
+            await self._taken.wait()
+
+    async def _refused(self, item: Item, group: Group) -> Trajectory | None:
+        """Wait for a place among the living environments; what comes back of a sample that gets none."""
+        refused = _no_longer_needed(item)
+        if not group.complete:
+            place = f"place among the {self.stages.live.width} living environments"
+            try:
+                await self._acquire(self.stages.live, item, self.pipeline.limits.admission_timeout, place)
+            except DeadlineExceeded as error:
+                refused = _given_up(item, StopReason.SANDBOX_ERROR, type(error).__name__, str(error))
+            else:
+                return None
+        self.board.admit(item)
+        self.board.leave(item)
+        return refused
+
+    async def _acquire(self, lane: Lane, item: Item, patience: float, what: str) -> None:
+        """A slot; DeadlineExceeded when there is none in time."""
+        with anyio.move_on_after(patience) as wait:
+            await lane.acquire(self._rank(item))
+        if wait.cancelled_caught:
+            raise DeadlineExceeded(f"no {what} within {patience:g} s")
 
     def _rank(self, item: Item) -> tuple[int, ...]:
         """Evaluation before training, older groups first, so that siblings finish together."""
         return -self._request.priority, self._places[item.group_id], item.sample_index
 
-    async def _one(self, item: Item, task: Task | str, results: MemoryObjectSendStream[Trajectory]) -> None:
+    async def _one(
+        self, item: Item, task: Task | str, group: Group, results: MemoryObjectSendStream[Trajectory]
+    ) -> None:
         """One requested sample, from admission to delivery."""
-        group = self._groups.setdefault(item.group_id, Group(self._request.group_size))
         self.board.admit(item)
         try:
             trajectory = await self._within_deadline(item, task, group)
         finally:
             self.board.leave(item)
             self.stages.live.release()
+        await self._deliver(item, trajectory, group, results)
+
+    async def _deliver(
+        self, item: Item, trajectory: Trajectory, group: Group, results: MemoryObjectSendStream[Trajectory]
+    ) -> None:
+        """Hand over what came of a sample; what its siblings shared goes with the last of them."""
         trajectory.seconds.update(item.seconds)
         if item.close_errors:
             trajectory.counters["close_errors"] = item.close_errors
@@ -166,7 +204,9 @@ class Work:
         if not group.left:
             del self._groups[item.group_id], self._places[item.group_id]
             await self._free(group)
-        self._watch(trajectory)
+        too_much = self._failing.too_much(trajectory, self.board.counts)
+        if too_much is not None:
+            raise too_much
 
     async def _free(self, group: Group) -> None:
         """What the siblings shared goes, whatever happened, within `close_timeout`."""
@@ -208,16 +248,6 @@ class Work:
             for item, seconds in self.board.stalled(self.pipeline.stall_after):
                 where = f"{item.task_id} sample {item.sample_index}"
                 logger.warning("%s has been in %s for %.0f s", where, item.state, seconds)
-
-    def _watch(self, trajectory: Trajectory) -> None:
-        """End the run when too much fails."""
-        if trajectory.failure is None or trajectory.stop_reason is StopReason.CANCELLED:
-            return
-        self._reasons[f"{trajectory.failure.stage}: {trajectory.failure.kind}: {trajectory.failure.message}"] += 1
-        done, failed = self.board.counts
-        if self.pipeline.failures.exceeded(done, failed):
-            (reason, times), *_ = self._reasons.most_common(1)
-            raise SkyEnvError(f"stopped: {failed} of {done} trajectories failed, {times} of them in {reason}")
 
     async def _attempts(self, item: Item, task: Task | str, group: Group) -> Trajectory:
         """Attempts with a fresh environment each, until one says something about the policy or none is left."""
@@ -270,12 +300,9 @@ class Work:
         self, item: Item, stage: Stage, work: Callable[[], Awaitable[T]], timeout: float, late: SkyEnvError
     ) -> T:
         """Wait for a slot of the stage, then do the work within its deadline; raises `late` when that passes."""
-        lane, patience = self.stages.lanes[stage], self.pipeline.limits.queue_timeout
+        lane = self.stages.lanes[stage]
         self.board.enter(item, WAIT_OF[stage])
-        with anyio.move_on_after(patience) as wait:
-            await lane.acquire(self._rank(item))
-        if wait.cancelled_caught:
-            raise DeadlineExceeded(f"no slot of the {stage} stage within {patience:g} s")
+        await self._acquire(lane, item, self.pipeline.limits.queue_timeout, f"slot of the {stage} stage")
         try:
             self.board.enter(item, stage)
             self.stages.follow()

@@ -14,7 +14,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from conftest import TestCluster, kubectl, pods_of
+from clusters import TestCluster, kubectl, pods_of
 
 from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable
 from skyenv.remote import backends

@@ -19,7 +19,7 @@ from typing import Any
 
 import anyio
 import pytest
-from conftest import TestCluster, kubectl, pods_of
+from clusters import TestCluster, kubectl, pods_of
 
 from skyenv.core import Sandbox
 from skyenv.errors import SandboxLost

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import TestCluster, kubectl, pods_of
+from clusters import TestCluster, kubectl, pods_of
 from test_backend import client_of
 
 from skyenv.remote.backends import claims

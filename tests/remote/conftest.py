@@ -12,9 +12,9 @@ from pathlib import Path
 import images
 import pytest
 import registries
+from images import BUSYBOX, DEBIAN
 from node_processes import SERVE, SERVE_DOCKER, SERVE_OCI, SERVE_ROOTLESS, served
 
-DEBIAN, BUSYBOX = "skyenv-test/debian:4", "skyenv-test/busybox:3"
 DOCKER = pytest.param("docker", marks=pytest.mark.docker)
 OCI = pytest.param("oci", marks=pytest.mark.oci)
 NO_ENGINE = """no container engine answers at DOCKER_HOST ({host}).

@@ -16,6 +16,8 @@ import tarfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+DEBIAN, BUSYBOX = "skyenv-test/debian:4", "skyenv-test/busybox:3"
+"""What they are called in an engine."""
 SHELLS = ("bash", "sh", "su", "script", "setsid", "login", "getopt", "ssh")
 COREUTILS = (
     "[", "b2sum", "base64", "basename", "cat", "chgrp", "chmod", "chown", "cksum", "comm", "cp", "csplit", "cut",

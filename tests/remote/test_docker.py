@@ -19,7 +19,7 @@ import docker
 import httpx
 import images
 import pytest
-from conftest import BUSYBOX, DEBIAN
+from images import BUSYBOX, DEBIAN
 from node_processes import SERVE_DOCKER, served
 from registries import Built, Fault, Proxy, layer, proxied, registry
 from test_lifecycle import alive, children, tree

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import httpx
 import pytest
-from conftest import BUSYBOX
+from images import BUSYBOX
 from registries import INDEX, Built, Fault, Proxy, digest, index_of, layer, member, proxied, put_manifest, registry
 
 from skyenv.errors import ConfigError, SandboxUnavailable

@@ -19,31 +19,18 @@ from node_processes import SERVE, served
 from skyenv.errors import ConfigError, SandboxLost, SandboxUnavailable
 from skyenv.remote.backends import launching
 from skyenv.remote.client import SandboxClient, connect
+from skyenv.remote.inside.processes import scan
 from skyenv.remote.sending import Sender
 
 
 def children(pid: int) -> list[int]:
     """Direct children of a process."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+    return [child for child, process in scan().items() if process.ppid == pid]
 
 
 def alive(pids: list[int]) -> list[str]:
     """Those that still run; a zombie that waits for the machine's first process does not."""
-    found = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                found.append(f"process {pid}")
-    return found
+    return [f"process {pid}" for pid in pids if pid in scan()]
 
 
 def launcher_of(node: int) -> int:

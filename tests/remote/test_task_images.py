@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 import docker
 import pytest
-from conftest import BUSYBOX, DEBIAN
+from images import BUSYBOX, DEBIAN
 from registries import registry
 
 import skyenv

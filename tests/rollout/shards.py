@@ -11,6 +11,7 @@ import skyenv
 from skyenv.engines.scripted import ScriptedEngine
 from skyenv.errors import ConfigError
 from skyenv.types import Limits, ToolCall
+from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline, StageWidths
 from tests.rollout.adventure import RENDERER, say
 
@@ -35,6 +36,7 @@ async def gold(options: Mapping[str, Any]) -> AsyncIterator[RolloutPipeline]:
             renderer=RENDERER,
             limits=Limits(),
             widths=StageWidths(init=2, run=options["live"], eval=2, live=options["live"]),
+            meter=Meter(timeline=True),
         )
 
 

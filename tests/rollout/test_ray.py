@@ -60,13 +60,15 @@ async def test_a_node_dies_in_the_middle_of_a_run(nodes: list[RayNode]) -> None:
                 found.append(trajectory)
                 if len(found) == 1:
                     await anyio.to_thread.run_sync(nodes[1].kill)
-        numbers = run.numbers
+        numbers, lines = run.numbers, pipeline.take_lifelines()
     assert sorted((t.group_id, t.sample_index) for t in found) == [(g, s) for g in range(6) for s in range(2)]
     assert [(t.reward, t.stop_reason) for t in found] == [(1.0, StopReason.FINISH)] * 12
     assert any("shards_lost" in t.counters for t in found)
     assert (run.progress.done, run.progress.failed) == (12, 0)
     assert run.progress.retried >= 1
     assert numbers["trajectories/done"] == 12
+    assert sorted((line.group_id, line.sample_index) for line in lines) == [(g, s) for g in range(6) for s in range(2)]
+    assert all(line.generations and 0 <= line.start < line.end for line in lines)
     assert numbers["stage/run/service_p50"] > 1.0
     await none_left("1.0731")
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -20,12 +21,14 @@ from skyenv.engines.scripted import ScriptedEngine
 from skyenv.errors import ConfigError, ShardLost, SkyEnvError
 from skyenv.types import Failure, Message, Segment, StopReason, ToolCall, Trajectory, Turn
 from skyenv.vector.merged import merged_numbers
+from skyenv.vector.metrics import Meter
 from skyenv.vector.pipeline import RolloutPipeline, StageWidths
 from skyenv.vector.progress import PipelineEvent
 from skyenv.vector.shard import Shard
 from skyenv.vector.sharded import ShardedPipeline, ShardLink, ShardRules
 from skyenv.vector.stopping import FailureThreshold
-from skyenv.vector.wire import Beat, End, PipelineSpec, Portion, Result, Word, read_words, write_words
+from skyenv.vector.timeline import Lifeline, TimelineFile, read_timeline
+from skyenv.vector.wire import Beat, End, Lived, PipelineSpec, Portion, Result, Word, read_words, write_words
 from tests.rollout.adventure import RENDERER, WIN, Adventure, Ledger, Plan, virtual
 
 NEVER = FailureThreshold(share=1.0)
@@ -92,6 +95,7 @@ class Fleet:
     widths: StageWidths = field(default_factory=lambda: StageWidths(init=2, run=4, eval=2, live=4))
     script: Any = WIN
     lives: int = 1 << 30
+    timeline: bool = False
     ledgers: dict[int, Ledger] = field(default_factory=dict)
     links: dict[int, Link] = field(default_factory=dict)
     started: Counter[int] = field(default_factory=Counter)
@@ -111,6 +115,7 @@ class Fleet:
                 make_env=lambda: Adventure(ledger, lambda task_id: self.plan(task_id, index)),
                 renderer=RENDERER,
                 widths=self.widths,
+                meter=Meter(timeline=self.timeline),
             )
 
         shard = Shard(opened)
@@ -529,6 +534,7 @@ def test_what_was_written_is_read(data: Any) -> None:
         Result(7, trajectory),
         End(7, data.draw(st.none() | TEXT), data.draw(st.booleans())),
         Beat({"stage/init/width": data.draw(st.floats(0, 9))}, {3: (0, 1, 2, 3, 4, 5, 6)}),
+        Lived(1.5, (Lifeline(text, 1, 2, text, trajectory.reward, (("init", 0.0, 1.25),), ((2.0, 3.5),)),)),
     ]
     assert read_words(write_words(words)) == words
     portion = Portion(1, text, 2, (0, 3), data.draw(st.none() | st.integers(1, 3)), -1)
@@ -547,6 +553,37 @@ def test_what_was_written_is_read(data: Any) -> None:
 def test_rules_that_cannot_work(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ShardRules(**options)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_the_timeline_of_a_sharded_run_is_whole(cut: bool, tmp_path: Path) -> None:
+    """Every trajectory that came back is on it once, whichever shard it came from, and however many were lost."""
+    fleet = Fleet(plan=lambda task_id, shard: Plan(init=1.0, step=1.0 + shard), timeline=True)
+
+    async def main() -> tuple[ShardedPipeline, list[Trajectory]]:
+        async with fleet.pipeline() as pipeline, anyio.create_task_group() as group:
+
+            async def kill() -> None:
+                await anyio.sleep(9.0)
+                fleet.links[1].dead.set()
+
+            if cut:
+                group.start_soon(kill)
+            return pipeline, [trajectory async for trajectory in pipeline.run(tasks(8), 4)]
+
+    pipeline, found = virtual(main)
+    path = tmp_path / "timeline.jsonl"
+    TimelineFile(path).append(pipeline.take_lifelines(), pipeline.origin)
+    assert pipeline.take_lifelines() == []
+    lines = {(line.task_id, line.sample_index): line for line in read_timeline(path)}
+    assert len(lines) == len(found) == 32
+    for trajectory in found:
+        line = lines[trajectory.task_id, trajectory.sample_index]
+        seconds = Counter[str]()
+        for state, start, end in line.spans:
+            seconds[state] += end - start
+        assert seconds == pytest.approx(trajectory.seconds, abs=1e-3)
+        assert len(line.generations) == len(trajectory.turns)
 
 
 def test_numbers_since_the_last_time_are_those_of_the_shards_that_answer() -> None:

@@ -195,6 +195,47 @@ def test_a_wait_for_a_slot_ends_typed() -> None:
     assert "no slot of the run stage within 50 s" in late.failure.message
 
 
+@pytest.mark.parametrize("enough", [None, 1])
+def test_a_wait_for_a_place_among_the_living_ends_typed(enough: int | None) -> None:
+    ledger = Ledger()
+
+    async def main() -> tuple[list[Trajectory], float]:
+        stages = Stages(StageWidths(live=2))
+        await stages.live.acquire()  # others keep one place for ever, q0 the other one
+        limits = Limits(admission_timeout=50.0, wall_clock=1e6, turn_timeout=1e6)
+        plan = lambda task_id: Plan(step=40.0)  # noqa: E731
+        started = anyio.current_time()
+        found = await drain(pipeline(ledger, plan, stages=stages, limits=limits), quests(1), 4, enough=enough)
+        assert (stages.live.busy, stages.live.waiting) == (1, 0)
+        return found, anyio.current_time() - started
+
+    found, seconds = virtual(main)
+    assert sorted(t.sample_index for t in found) == [0, 1, 2, 3]
+    failures = [t.failure for t in found if t.failure is not None]
+    if enough:  # q0 is enough once it is back, and nobody waits any longer then
+        assert [f.kind for f in failures] == ["DeadlineExceeded", "DeadlineExceeded", "GroupComplete"]
+        assert seconds == 120.0
+    else:
+        assert [f.kind for f in failures] == ["DeadlineExceeded", "DeadlineExceeded"]
+        assert seconds == 240.0
+    assert "no place among the 2 living environments within 50 s" in failures[0].message
+    assert ledger.live == 0
+
+
+def test_a_consumer_that_does_not_read_holds_back_admission() -> None:
+    ledger = Ledger()
+
+    async def main() -> None:
+        async with pipeline(ledger, most_unread=3, widths=StageWidths(live=2)).run(quests(50), 1) as run:
+            first = await anext(run)
+            await anyio.sleep(1e6)
+            assert 3 < ledger.made <= 1 + 3 + 2
+            assert ledger.live == 0
+            assert {first.task_id, *[t.task_id async for t in run]} == {f"q{n}" for n in range(50)}
+
+    virtual(main)
+
+
 def test_a_trajectory_has_a_deadline_over_all_attempts() -> None:
     ledger = Ledger()
 

@@ -273,7 +273,7 @@ from tests.rollout.test_swe import Counting, Limits, bash, pipeline
 
 async def main():
     async with skyenv.connect() as client:
-        rolled = pipeline(Counting(client), [bash("echo $$ > /tmp/pid; sleep 654")], Limits())
+        rolled = pipeline(Counting(client), [bash("sleep " + sys.argv[1])], Limits())
         run = rolled.run(["clamp-upper-bound"], group_size=2)
         async with anyio.create_task_group() as group:
             async def tell():
@@ -288,7 +288,7 @@ anyio.run(main)
 """
 
 
-def sleepers() -> list[str]:
+def sleepers(seconds: str) -> list[str]:
     """Command lines of the processes that the interrupted script's sandboxes run."""
     found = []
     for process in Path("/proc").glob("[0-9]*/cmdline"):
@@ -296,22 +296,23 @@ def sleepers() -> list[str]:
             line = process.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if "sleep 654" in line and "anyio" not in line:
+        if f"sleep {seconds}" in line and "anyio" not in line:
             found.append(line)
     return found
 
 
 def test_ctrl_c_ends_every_process() -> None:
     root = Path(__file__).resolve().parents[2]
+    seconds = f"654.{os.getpid()}"  # no other run of this test has these
     process = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ}
+        [sys.executable, "-c", INTERRUPTED, seconds], stdout=subprocess.PIPE, text=True, cwd=root, env={**os.environ}
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "running\n"
     end = time.monotonic() + 100
-    while len(sleepers()) < 2:
+    while len(sleepers(seconds)) < 2:
         assert time.monotonic() < end
     process.send_signal(signal.SIGINT)
     assert process.wait(300) != 0
-    while left := sleepers():
+    while left := sleepers(seconds):
         assert time.monotonic() < end + 100, left

@@ -2,7 +2,8 @@
 
 Every sample back exactly once or, when the consumer leaves, everything freed; living environments never above the cap,
 graders never above theirs; none of them, no snapshot and no slot left at the end; and no wait without a deadline: where
-every phase of every environment may hang for ever, a run still ends within what its limits allow.
+every phase of every environment may hang for ever, and others keep slots of every kind for ever, a run still ends
+within what its limits allow.
 """
 
 from __future__ import annotations
@@ -88,13 +89,19 @@ limits_of_all_kinds = st.builds(
     init_timeout=st.sampled_from([60.0, 200.0]),
     turn_timeout=st.sampled_from([60.0, 200.0]),
     eval_timeout=st.sampled_from([60.0, 200.0]),
+    admission_timeout=st.sampled_from([30.0, 1e4]),
     queue_timeout=st.sampled_from([30.0, 1e4]),
     trajectory_timeout=st.sampled_from([100.0, 1e4]),
 )
 
 
 def longest(limits: Limits, items: int, live: int) -> float:
-    """Seconds after which a run is over whatever hangs: trajectories one after the other, each with its closing."""
+    """Seconds after which a run is over whatever hangs: trajectories one after the other, each with its closing.
+
+    Without a place for anyone, the waits for one, which are one after the other too.
+    """
+    if not live:
+        return limits.admission_timeout * (items + 1)
     attempts_and_closes = limits.trajectory_timeout + 4 * CLOSE
     return attempts_and_closes * (items / live + 2)
 
@@ -107,6 +114,9 @@ def test_whatever_happens(data: st.DataObject) -> None:
     camp, sharing = Camp(), data.draw(sharings)
     widths, limits = data.draw(widths_of_all_kinds), data.draw(limits_of_all_kinds)
     stages = Stages(widths)
+    lanes = [*stages.lanes.values(), stages.live, stages.ahead]
+    kept = [data.draw(st.sampled_from([0, 0, 1, lane.width])) for lane in lanes]  # by others, for ever
+    kept = [min(slots, lane.width) for slots, lane in zip(kept, lanes, strict=True)]
     pipeline = RolloutPipeline(
         engine=HangingEngine(chosen, data.draw(st.sampled_from([0.0, 0.3]))),
         make_env=lambda: Camper(camp, lambda task_id: chosen.choice(palette), sharing),
@@ -133,7 +143,10 @@ def test_whatever_happens(data: st.DataObject) -> None:
         return True
 
     async def main() -> bool:
-        with anyio.fail_after(longest(limits, tasks * group_size, widths.most_live)):
+        for lane, slots in zip(lanes, kept, strict=True):
+            for _ in range(slots):
+                await lane.acquire()
+        with anyio.fail_after(longest(limits, tasks * group_size, widths.most_live - kept[3])):
             with anyio.move_on_after(FOREVER if cancelled_at is None else cancelled_at):
                 return await consume()
         return False
@@ -147,8 +160,7 @@ def test_whatever_happens(data: st.DataObject) -> None:
     assert camp.live <= not_closed
     assert camp.peak <= widths.most_live + not_closed
     assert (camp.snapshots, camp.most_graders <= widths.ahead + not_closed) == (0, True)
-    lanes = [*stages.lanes.values(), stages.live, stages.ahead]
-    assert [(lane.busy, lane.waiting) for lane in lanes] == [(0, 0)] * 5
+    assert [(lane.busy, lane.waiting) for lane in lanes] == [(slots, 0) for slots in kept]
     for trajectory in found:
         assert trajectory.stop_reason is not None
         assert (trajectory.failure is not None) == trajectory.stop_reason.is_failure

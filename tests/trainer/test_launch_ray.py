@@ -21,6 +21,7 @@ from sky_trainer.config import from_mapping
 from sky_trainer.models import load_model
 from skyenv.errors import ConfigError
 from skyenv.trajectory_io import read_trajectories
+from skyenv.vector.timeline import read_timeline
 from tests.rollout.ray_nodes import RayNode, ray_nodes
 from tests.trainer.test_launch import PATIENCE, ROOT, TRAIN
 
@@ -108,7 +109,7 @@ def test_a_run_over_two_nodes(
         assert row["engine/sampled_tokens_per_second"] > 0
         assert row["sampling/sampling_logp_difference/max"] < 1e-4
     found = list(read_trajectories(out / "trajectories.jsonl"))
-    assert len(found) == 8
+    assert len(found) == len(read_timeline(out / "timeline.jsonl")) == 8
     assert sorted({turn.policy_version for t in found for turn in t.turns}) == [0, 1]
     policy, start = (load_model(str(out / name)).state_dict() for name in ("final", "warm_start"))
     assert any(not torch.equal(value, start[name]) for name, value in policy.items())

@@ -21,6 +21,7 @@ from typing import Any
 
 from anyio import to_thread
 
+from skyenv.envs.swe.fields import mapping
 from skyenv.envs.swe.sdists import default_cache, fetch_sdist
 from skyenv.envs.swe.trees import (
     MAX_BYTES,
@@ -175,7 +176,7 @@ def _read_file(path: Path, sha256: str | None) -> bytes:
     if not path.is_file():
         raise ConfigError(f"archive {path} does not exist; correct `path`")
     if path.stat().st_size > MAX_BYTES:
-        raise ConfigError(f"archive {path} is too large")
+        raise ConfigError(f"archive {path} is larger than {MAX_BYTES} bytes; take a smaller one")
     data = path.read_bytes()
     found = hashlib.sha256(data).hexdigest()
     if sha256 is not None and found != sha256:
@@ -298,7 +299,7 @@ def _parse_directory(value: object, where: str) -> DirectorySource:
 
 
 def _parse_archive(value: object, where: str) -> ArchiveSource:
-    fields = _fields(value, where, required=("path",), optional=("sha256", "strip"))
+    fields = mapping(value, where, ("path", "sha256", "strip"), required=("path",))
     strip = fields.get("strip", 0)
     if not isinstance(strip, int) or isinstance(strip, bool) or strip < 0:
         raise ConfigError(f"{where}.strip: must be a number of leading path components, 0 or more")
@@ -307,7 +308,7 @@ def _parse_archive(value: object, where: str) -> ArchiveSource:
 
 
 def _parse_pypi(value: object, where: str) -> PypiSource:
-    fields = _fields(value, where, required=("name", "version", "sha256"), optional=("subdir",))
+    fields = mapping(value, where, ("name", "version", "sha256", "subdir"), required=("name", "version", "sha256"))
     return PypiSource(
         _matching(fields, "name", where, _NAME),
         _matching(fields, "version", where, _VERSION),
@@ -317,7 +318,7 @@ def _parse_pypi(value: object, where: str) -> PypiSource:
 
 
 def _parse_git(value: object, where: str) -> GitSource:
-    fields = _fields(value, where, required=("url", "commit"), optional=())
+    fields = mapping(value, where, ("url", "commit"), required=("url", "commit"))
     return GitSource(_matching(fields, "url", where, _TEXT), _matching(fields, "commit", where, _COMMIT))
 
 
@@ -331,7 +332,7 @@ def _parse_files(value: object, where: str) -> FilesSource:
 
 
 def _parse_edited(value: object, where: str) -> EditedSource:
-    fields = _fields(value, where, required=("base",), optional=("edits", "remove"))
+    fields = mapping(value, where, ("base", "edits", "remove"), required=("base",))
     base, edits, remove = (
         parse_source(fields["base"], f"{where}.base"),
         fields.get("edits", []),
@@ -345,7 +346,7 @@ def _parse_edited(value: object, where: str) -> EditedSource:
 
 
 def _parse_edit(value: object, where: str) -> Edit:
-    fields = _fields(value, where, required=("path", "at", "old", "new"), optional=())
+    fields = mapping(value, where, ("path", "at", "old", "new"), required=("path", "at", "old", "new"))
     at, old, new = fields["at"], fields["old"], fields["new"]
     if (
         not isinstance(at, int)
@@ -369,18 +370,6 @@ _NAME = (re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?"), "the name of a
 _VERSION = (re.compile(r"[A-Za-z0-9.!+_-]+"), "a version, quoted")
 _SHA256 = (re.compile(r"[0-9a-f]{64}"), "64 lower-case hexadecimal digits")
 _COMMIT = (re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}"), "a full commit hash of 40 or 64 lower-case hexadecimal digits")
-
-
-def _fields(value: object, where: str, *, required: tuple[str, ...], optional: tuple[str, ...]) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: must be a mapping with the keys {', '.join(required + optional)}")
-    for name in required:
-        if name not in value:
-            raise ConfigError(f"{where}.{name}: is missing; add it")
-    for name in value:
-        if name not in required and name not in optional:
-            raise ConfigError(f"{where}.{name}: unknown field; the known ones are {', '.join(required + optional)}")
-    return value
 
 
 def _matching(fields: Mapping[str, Any], name: str, where: str, rule: tuple[re.Pattern[str], str]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,12 +113,8 @@ class Cluster:
         try:
             with anyio.fail_after(WATCH_SECONDS + REQUEST_TIMEOUT):
                 async with await self._request("GET", self.path("pods"), None, query, "application/json") as answer:
-                    buffer = b""
-                    async for chunk in answer.content.iter_any():
-                        *lines, buffer = (buffer + chunk).split(b"\n")
-                        for line in lines:
-                            if line:
-                                yield json.loads(line)
+                    async for line in _lines(answer.content.iter_any()):
+                        yield json.loads(line)
         except (OSError, TimeoutError, aiohttp.ClientError) as error:
             raise SandboxUnavailable(f"the watch of the Kubernetes API ended: {error!r}", 1.0) from error
 
@@ -273,6 +269,15 @@ def refusal(status: int, text: str) -> Exception:
     if status in (400, 401, 403, 422):
         return ConfigError(f"the cluster refuses this: {message}")
     return SandboxUnavailable(f"the Kubernetes API answered {status}: {message}", 2.0)
+
+
+async def _lines(chunks: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """The whole lines of a stream that are not empty."""
+    buffer = b""
+    async for chunk in chunks:
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for line in filter(None, lines):
+            yield line
 
 
 @asynccontextmanager

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
+from . import processes
+
+INTERRUPT_GRACE = 2.0
+SHELL_GRACE = 0.2
+KILL_GRACE = 0.3
+SWEEP = 0.05
 Reply = Callable[[dict[str, Any], bytes], None]
 
 
@@ -83,3 +90,25 @@ class Running:
         self.deadline += seconds
         self.phase_until += seconds
         self.next_sweep += seconds
+
+    def end(self, shell: int, spared: Collection[int]) -> None:
+        """Begin to end it; `sweep` goes on with that."""
+        self.phase, self.phase_until = "interrupt", time.monotonic() + INTERRUPT_GRACE
+        self.sweep(shell, spared)
+
+    def sweep(self, shell: int, spared: Collection[int]) -> None:
+        """Interrupt what the command started, later kill it, at last kill the shell that still waits for it."""
+        now = time.monotonic()
+        if self.phase == "interrupt" and now >= self.phase_until:
+            self.phase, self.phase_until = "kill", now + KILL_GRACE
+        if self.phase == "interrupt":
+            started = processes.started_since(self.known, spared, processes.scan())
+            processes.send(started - self.interrupted, signal.SIGINT)
+            self.interrupted |= started
+            if not started:
+                self.phase_until = min(self.phase_until, now + SHELL_GRACE)
+        else:
+            processes.kill_all(spared, self.known)
+            if shell and now >= self.phase_until:
+                processes.send((shell,), signal.SIGKILL)
+        self.next_sweep = now + SWEEP

@@ -16,7 +16,7 @@ from . import kernel
 _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 428, 429, 430, 431, 432
 _SET_FLAG, _SET_STRING, _CREATE = 0, 1, 6
 _CLOEXEC, _CLONE, _FROM_EMPTY_PATH = 1, 1, 4
-_AT_FDCWD, _AT_RECURSIVE, _AT_EMPTY_PATH = -100, 0x8000, 0x1000
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _REAL_ROOT = ("redirect_dir=on", "metacopy=off", "index=off")
 
 _libc = ctypes.CDLL(None, use_errno=True)

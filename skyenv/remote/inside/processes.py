@@ -1,12 +1,14 @@
-"""What runs below this process, as /proc tells it, and how to end it."""
+"""What runs below this process, as /proc tells it, how to end it, and how a fork becomes another program."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, NoReturn
+
+SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD)  # that a shell finds as a login would
 
 
 class Process(NamedTuple):
@@ -81,3 +83,17 @@ def kill_all(spared: Collection[int] = (), known: Collection[int] = ()) -> None:
         send(fresh, signal.SIGSTOP)
         stopped |= fresh
     send(stopped, signal.SIGKILL)
+
+
+def become(
+    arguments: Sequence[str], environment: Mapping[str, str], folders: Sequence[str], usual: Iterable[signal.Signals]
+) -> NoReturn:
+    """Be another program, in the first of `folders` that exists, with `usual` signals. OSError if it cannot be run."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+            break
+    os.umask(0o022)
+    for number in usual:
+        signal.signal(number, signal.SIG_DFL)
+    os.execve(arguments[0], [os.path.basename(arguments[0]), *arguments[1:]], dict(environment))

@@ -20,13 +20,9 @@ from typing import Any
 
 from . import processes, terminal
 from .cgroups import oom_kills
-from .command import Reply, Running
+from .command import KILL_GRACE, Reply, Running
 from .files import write_all
 
-INTERRUPT_GRACE = 2.0
-SHELL_GRACE = 0.2
-KILL_GRACE = 0.3
-SWEEP = 0.05
 STATUS_FD = 9
 READ = 1 << 17
 
@@ -112,6 +108,13 @@ class Shell:
             sh_seed="" if bash else f"{_SH_SEED}{seed}",
         )
 
+    def _arguments(self) -> list[str]:
+        return [self.program, *(("--noprofile", "--norc") if os.path.basename(self.program) == "bash" else ())]
+
+    def _folders(self) -> tuple[str, ...]:
+        """Where a shell starts: the first of these that exists."""
+        return self.cwd, self.home, "/"
+
     def _exec_shell(self, stdin: int, status: int) -> None:
         try:
             os.setsid()
@@ -122,19 +125,11 @@ class Shell:
             os.dup2(status, STATUS_FD)
             os.closerange(3, STATUS_FD)
             os.closerange(STATUS_FD + 1, 1 << 16)
-            for folder in (self.cwd, self.home, "/"):
-                with contextlib.suppress(OSError):
-                    os.chdir(folder)
-                    break
-            os.umask(0o022)
             for kind, soft, hard in self.limits:
                 with contextlib.suppress(OSError, ValueError):
                     resource.setrlimit(kind, (soft, hard))
-            for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)
-            name = os.path.basename(self.program)
-            arguments = [name, "--noprofile", "--norc"] if name == "bash" else [name]
-            os.execve(self.program, arguments, self.environment if self.exports is None else {})
+            environment = self.environment if self.exports is None else {}
+            processes.become(self._arguments(), environment, self._folders(), processes.SIGNALS)
         finally:
             os._exit(127)
 
@@ -154,12 +149,11 @@ class Shell:
         if not self.pid and not self.exists:
             raise FileNotFoundError(errno.ENOENT, "there is no shell", self.program)
         running = Running(request, reply)
-        prepare = self._prepare_terminal if request["terminal"] else self._prepare
         try:
-            line = prepare(running, command)
+            line = self._prepare(running, command, request["terminal"])
         except OSError:
             self._make_room()
-            line = prepare(running, command)
+            line = self._prepare(running, command, request["terminal"])
         running.known = set(map(int, filter(str.isdigit, os.listdir("/proc")))) - {self.pid, running.pid}
         self.finished, self.running = None, running
         self.oom_seen = oom_kills(self.oom_counter)
@@ -167,14 +161,18 @@ class Shell:
         with contextlib.suppress(BrokenPipeError):
             os.write(self.stdin, line.encode())
 
-    def _prepare(self, running: Running, command: bytes) -> str:
-        """Write what the shell will need and open the FIFO; returns the line that makes it run."""
+    def _prepare(self, running: Running, command: bytes, on_terminal: bool) -> str:
+        """Write the command to a file and make ready what it prints to; returns what the session shell is told."""
         self._reap()
         if not self.pid:
             self.spawn()
         self._count += 1
         name = os.path.basename(self.program)
         self.write_file(name, command.replace(b"\0", b""))
+        return self._prepare_terminal(running, name) if on_terminal else self._prepare_fifo(running, name)
+
+    def _prepare_fifo(self, running: Running, name: str) -> str:
+        """Open the FIFO; returns the line that makes the shell run the file."""
         status = ""
         if self.last_code:
             # The command finds the last one's `$?`; the right side of `||` still obeys `set -e`.
@@ -187,21 +185,15 @@ class Shell:
         running.writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         return _LINE.format(dir=self.dir, name=name, number=self._count, fd=STATUS_FD, status=status)
 
-    def _prepare_terminal(self, running: Running, command: bytes) -> str:
-        """Start the command in a shell of its own on a terminal; the session shell has nothing to do."""
-        if not self.pid:
-            self.spawn()
-        self._count += 1
-        name = os.path.basename(self.program)
-        self.write_file(name, command.replace(b"\0", b""))
+    def _prepare_terminal(self, running: Running, name: str) -> str:
+        """Run the file in a shell of its own on a terminal; the session shell has nothing to do."""
         self.write_file("terminal_exports", self.exports or b"")
         self.write_file("terminal", _ON_TERMINAL.format(dir=self.dir, name=name).encode())
         running.reader, running.writer = terminal.open_pair()
-        options = ["--noprofile", "--norc"] if name == "bash" else []
-        arguments = [self.program, *options, f"{self.dir}/terminal"]
+        arguments = [*self._arguments(), f"{self.dir}/terminal"]
         environment = {"TERM": "dumb", **(self.environment if self.exports is None else {})}
         try:
-            running.pid = terminal.start(running.writer, arguments, environment, (self.cwd, self.home, "/"))
+            running.pid = terminal.start(running.writer, arguments, environment, self._folders())
         except OSError:
             os.close(running.reader)
             os.close(running.writer)
@@ -248,7 +240,7 @@ class Shell:
     def interrupt(self, reply: Reply) -> bool:
         """End the running command and answer with how it went; False when there is none."""
         if self.running is not None and self.running.phase == "run":
-            self._end(self.running)
+            self.running.end(self.pid, self._spared())
         return self.poll(reply)
 
     def kill(self) -> None:
@@ -315,11 +307,11 @@ class Shell:
         if running.phase == "run":
             if now >= running.deadline:
                 running.timed_out = True
-                self._end(running)
+                running.end(self.pid, self._spared())
             elif running.waiters and any(now >= moment for moment in running.moments()):
                 self._answer(running, {"running": True, "exit_code": -1})
         elif now >= running.next_sweep:
-            self._sweep(running, now)
+            running.sweep(self.pid, self._spared())
 
     def shift(self, seconds: float) -> None:
         """Time stood still for so long: it does not count against the running command."""
@@ -329,26 +321,6 @@ class Shell:
     def _spared(self) -> tuple[int, ...]:
         """Our own helpers, which no command started."""
         return (self.pid, *self.helpers, *self.guests)
-
-    def _end(self, running: Running) -> None:
-        running.phase, running.phase_until = "interrupt", time.monotonic() + INTERRUPT_GRACE
-        self._sweep(running, time.monotonic())
-
-    def _sweep(self, running: Running, now: float) -> None:
-        """Interrupt what the command started, later kill it, at last kill the shell that still waits for it."""
-        if running.phase == "interrupt" and now >= running.phase_until:
-            running.phase, running.phase_until = "kill", now + KILL_GRACE
-        if running.phase == "interrupt":
-            started = processes.started_since(running.known, self._spared(), processes.scan())
-            processes.send(started - running.interrupted, signal.SIGINT)
-            running.interrupted |= started
-            if not started:
-                running.phase_until = min(running.phase_until, now + SHELL_GRACE)
-        else:
-            processes.kill_all(self._spared(), running.known)
-            if now >= running.phase_until:
-                processes.send((self.pid,), signal.SIGKILL)
-        running.next_sweep = now + SWEEP
 
     def _read_output(self, running: Running) -> None:
         try:

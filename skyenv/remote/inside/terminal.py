@@ -1,8 +1,8 @@
 """A command on a pseudo-terminal: a shell of its own, which leads a session whose controlling terminal it is.
 
 It starts where the session shell is, with the variables that one exports; what it changes itself ends with it. The
-terminal echoes, edits lines and turns C-c into SIGINT as usual, and what
-is left on it is hung up when its shell ends; only output newlines are left as they are.
+terminal echoes, edits lines and turns C-c into SIGINT as usual, and what is left on it is hung up when its shell ends;
+only output newlines are left as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import signal
 import struct
 import termios
 from collections.abc import Mapping, Sequence
+
+from . import processes
 
 ROWS, COLUMNS = 24, 80
 
@@ -50,14 +52,7 @@ def _become(slave: int, arguments: Sequence[str], environment: Mapping[str, str]
         for target in (0, 1, 2):
             os.dup2(slave, target)
         os.closerange(3, 1 << 16)
-        for folder in folders:
-            with contextlib.suppress(OSError):
-                os.chdir(folder)
-                break
-        os.umask(0o022)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP, signal.SIGQUIT):
-            signal.signal(number, signal.SIG_DFL)
-        os.execve(arguments[0], [os.path.basename(arguments[0]), *arguments[1:]], dict(environment))
+        processes.become(arguments, environment, folders, (*processes.SIGNALS, signal.SIGHUP, signal.SIGQUIT))
     finally:
         os._exit(127)
 

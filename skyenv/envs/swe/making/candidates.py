@@ -1,7 +1,7 @@
 """From an idea of a task to a row that passed admission: which tests it turns, and proof that it is sound.
 
-Every maker hands over the same thing, a `Candidate`; `admit` runs the tests without and with the known fix, keeps the
-tests that the fix turns and those that hold in both, writes the row, and validates it as any other row. Whatever is
+Every maker hands over the same thing, a `Candidate`; `Admission` runs the tests without and with the known fix, keeps
+the tests that the fix turns and those that hold in both, writes the row, and validates it as any other row. Whatever is
 refused comes back as a `Refusal` with the reason; only infrastructure raises.
 """
 
@@ -146,53 +146,46 @@ def sample(tests: Sequence[str], seed: str) -> list[str]:
     return sorted(chosen)
 
 
-async def admit(
-    candidate: Candidate,
-    before: Observation,
-    after: frozenset[str],
-    provider: SandboxProvider,
-    *,
-    base: Path,
-    write_problem: WriteProblem,
-    runs: int = 1,
-) -> Admitted | Refusal:
-    """The finished row of a candidate that turned out sound, or why it is refused."""
-    task_id = candidate.row["task_id"]
-    tests = split(before, after)
-    if isinstance(tests, str):
-        return Refusal(task_id, tests)
-    turned, held = tests
-    symptoms = Symptoms(turned, before.output)
-    row = {
-        **candidate.row,
-        "problem": await write_problem(candidate, symptoms),
-        "fail_to_pass": list(turned),
-        "pass_to_pass": sample(held, task_id),
-    }
-    try:
-        result = await validate_task(parse_task(row, "candidate", base), provider, runs=runs)
-    except ConfigError as error:
-        return Refusal(task_id, str(error))
-    return Admitted(row, result["record"]) if result["ok"] else Refusal(task_id, "; ".join(result["problems"])[:500])
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """In whose sandboxes candidates are tried, who writes their issue texts, and how often each patch runs."""
 
+    provider: SandboxProvider
+    write_problem: WriteProblem
+    runs: int = 1
 
-async def admit_change(
-    candidate: Candidate,
-    fixed_source: Mapping[str, Any],
-    test_files: Sequence[str],
-    provider: SandboxProvider,
-    *,
-    write_problem: WriteProblem,
-    runs: int = 1,
-) -> Admitted | Refusal:
-    """`admit` for a change from one source to another: both are run, the fixed one more than once."""
-    base, row = Path(), candidate.row
-    try:
-        after = await steady_passes(probe({**row, "source": fixed_source}, test_files, base), provider)
-    except ConfigError as error:
-        return Refusal(row["task_id"], str(error))
-    before = await observe(probe(row, test_files, base), provider)
-    return await admit(candidate, before, after, provider, base=base, write_problem=write_problem, runs=runs)
+    async def admit(
+        self, candidate: Candidate, before: Observation, after: frozenset[str], base: Path
+    ) -> Admitted | Refusal:
+        """The finished row of a candidate that turned out sound, or why it is refused."""
+        task_id = candidate.row["task_id"]
+        tests = split(before, after)
+        if isinstance(tests, str):
+            return Refusal(task_id, tests)
+        turned, held = tests
+        row = {
+            **candidate.row,
+            "problem": await self.write_problem(candidate, Symptoms(turned, before.output)),
+            "fail_to_pass": list(turned),
+            "pass_to_pass": sample(held, task_id),
+        }
+        try:
+            found = await validate_task(parse_task(row, "candidate", base), self.provider, runs=self.runs)
+        except ConfigError as error:
+            return Refusal(task_id, str(error))
+        return Admitted(row, found["record"]) if found["ok"] else Refusal(task_id, "; ".join(found["problems"])[:500])
+
+    async def admit_change(
+        self, candidate: Candidate, fixed_source: Mapping[str, Any], test_files: Sequence[str]
+    ) -> Admitted | Refusal:
+        """`admit` for a change from one source to another: both are run, the fixed one more than once."""
+        base, row = Path(), candidate.row
+        try:
+            after = await steady_passes(probe({**row, "source": fixed_source}, test_files, base), self.provider)
+        except ConfigError as error:
+            return Refusal(row["task_id"], str(error))
+        before = await observe(probe(row, test_files, base), self.provider)
+        return await self.admit(candidate, before, after, base)
 
 
 def test_files_of(tree: Tree, roots: Sequence[str]) -> list[str]:

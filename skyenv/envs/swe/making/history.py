@@ -12,14 +12,12 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from skyenv.core import SandboxProvider
 from skyenv.envs.swe.making.candidates import (
+    Admission,
     Admitted,
     Candidate,
     Refusal,
     Testing,
-    WriteProblem,
-    admit_change,
     test_files_of,
     test_roots,
 )
@@ -63,9 +61,7 @@ class Commit:
     paths: tuple[str, ...]
 
 
-async def history_tasks(
-    plan: HistoryPlan, provider: SandboxProvider, write_problem: WriteProblem, *, runs: int = 1
-) -> AsyncGenerator[Admitted | Refusal, None]:
+async def history_tasks(plan: HistoryPlan, admission: Admission) -> AsyncGenerator[Admitted | Refusal, None]:
     """Rows that passed admission, newest commit first, and refusals of commits that looked like one.
 
     SourceUnavailable when the repository cannot be cloned.
@@ -77,15 +73,13 @@ async def history_tasks(
         if plan.task_id(commit.commit) in plan.known:
             made += 1
             continue
-        result = await _try(plan, commit, provider, write_problem, runs)
+        result = await _try(plan, commit, admission)
         if result is not None:
             made += not isinstance(result, Refusal)
             yield result
 
 
-async def _try(
-    plan: HistoryPlan, commit: Commit, provider: SandboxProvider, write_problem: WriteProblem, runs: int
-) -> Admitted | Refusal | None:
+async def _try(plan: HistoryPlan, commit: Commit, admission: Admission) -> Admitted | Refusal | None:
     """None for a commit that does not even look like a fix with tests."""
     tree = await fetch_tree(GitSource(plan.url, commit.commit), base=Path(), cache=default_cache())
     all_tests = test_files_of(tree, plan.testing.tests)
@@ -98,7 +92,7 @@ async def _try(
     row = plan.testing.row(plan.task_id(commit.commit), {"git": old}, graded)
     row["reference"] = {"git": {**new, "paths": code}}
     candidate = Candidate(row, {"title": _without_trailers(commit.message)})
-    return await admit_change(candidate, {"git": new}, tests, provider, write_problem=write_problem, runs=runs)
+    return await admission.admit_change(candidate, {"git": new}, tests)
 
 
 def read_history(url: str, branch: str, commits: int) -> list[Commit]:

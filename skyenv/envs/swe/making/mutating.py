@@ -11,17 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from skyenv.core import SandboxProvider
 from skyenv.envs.swe.making.candidates import (
     MAX_BROKEN_SHARE,
+    Admission,
     Admitted,
     Candidate,
     Observation,
     Refusal,
     Row,
     Testing,
-    WriteProblem,
-    admit,
     observe,
     probe,
     steady_passes,
@@ -57,9 +55,7 @@ class MutationPlan:
     base: Path = field(default_factory=Path)
 
 
-async def mutation_tasks(
-    plan: MutationPlan, provider: SandboxProvider, write_problem: WriteProblem, *, runs: int = 1
-) -> AsyncGenerator[Admitted | Refusal, None]:
+async def mutation_tasks(plan: MutationPlan, admission: Admission) -> AsyncGenerator[Admitted | Refusal, None]:
     """Rows that passed admission, `plan.count` at most, and refusals between them, in the order of the seed.
 
     ConfigError when the source, its tests or its code cannot be found or its tests do not pass as they are.
@@ -74,7 +70,7 @@ async def mutation_tasks(
         raise ConfigError("code: the source has no Python files there; pass --code with their directory")
     testing = replace(plan.testing, tests=tuple(plan.testing.tests or test_roots(tests)))
     plan = replace(plan, testing=testing)
-    after = await steady_passes(probe(_row(plan, "original", (), ()), tests, plan.base), provider)
+    after = await steady_passes(probe(_row(plan, "original", (), ()), tests, plan.base), admission.provider)
     if not after:
         raise ConfigError("tests: none of the source's own tests passes; check --packages, --setup and --tests")
     made, used = 0, dict[str, int]()
@@ -86,8 +82,8 @@ async def mutation_tasks(
         task_id = f"{plan.name}-{mutation.digest}"
         if task_id not in plan.known:
             candidate = Candidate(_row(plan, task_id, (mutation,), ()), _facts(mutation))
-            before = await observe(probe(candidate.row, tests, plan.base), provider)
-            row = await _judge(plan, candidate, mutation, before, after, provider, write_problem, runs)
+            before = await observe(probe(candidate.row, tests, plan.base), admission.provider)
+            row = await _judge(plan, candidate, mutation, before, after, admission)
             yield row
             if isinstance(row, Refusal):
                 continue
@@ -101,9 +97,7 @@ async def _judge(
     mutation: Mutation,
     before: Observation,
     after: frozenset[str],
-    provider: SandboxProvider,
-    write_problem: WriteProblem,
-    runs: int,
+    admission: Admission,
 ) -> Admitted | Refusal:
     """Refuse what breaks nothing or nearly all; what the telling test files are is known only now."""
     where = f"{mutation.path} {mutation.function} ({mutation.operator})"
@@ -112,9 +106,7 @@ async def _judge(
         return Refusal(where, f"breaks {len(broken)} of {len(after)} tests")
     telling = sorted({test.split("::")[0] for test in broken})
     row = _row(plan, candidate.row["task_id"], (mutation,), telling)
-    result = await admit(
-        Candidate(row, candidate.facts), before, after, provider, base=plan.base, write_problem=write_problem, runs=runs
-    )
+    result = await admission.admit(Candidate(row, candidate.facts), before, after, plan.base)
     return Refusal(where, result.reason) if isinstance(result, Refusal) else result
 
 

@@ -9,14 +9,12 @@ from pathlib import Path
 
 from anyio import to_thread
 
-from skyenv.core import SandboxProvider
 from skyenv.envs.swe.making.candidates import (
+    Admission,
     Admitted,
     Candidate,
     Refusal,
     Testing,
-    WriteProblem,
-    admit_change,
     test_files_of,
     test_roots,
 )
@@ -44,9 +42,7 @@ class ReleasePair:
         return f"{self.name}-{self.new}"
 
 
-async def release_task(
-    pair: ReleasePair, provider: SandboxProvider, write_problem: WriteProblem, *, runs: int = 1
-) -> Admitted | Refusal:
+async def release_task(pair: ReleasePair, admission: Admission) -> Admitted | Refusal:
     """The row of a pair that passed admission, or why it is refused. ConfigError for a release that is not there."""
     testing, task_id = pair.testing, pair.task_id
     old, old_tree = await _release(pair.name, pair.old)
@@ -63,8 +59,7 @@ async def release_task(
         "title": f"`{pair.name}` {pair.old} does not behave as it should.",
         "changes": change_log(old_tree, new_tree),
     }
-    candidate = Candidate(row, facts)
-    return await admit_change(candidate, {"pypi": new}, tests, provider, write_problem=write_problem, runs=runs)
+    return await admission.admit_change(Candidate(row, facts), {"pypi": new}, tests)
 
 
 async def _release(name: str, version: str) -> tuple[dict[str, str], Tree]:
