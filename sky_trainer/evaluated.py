@@ -7,12 +7,11 @@ spoiled is run again; a line cut short by a crash is a sample that is not there.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from skyenv.errors import ConfigError, boundary
-from skyenv.trajectory_io import append_trajectories, trajectory_from_json
+from skyenv.errors import ConfigError
+from skyenv.trajectory_io import append_trajectories, read_records
 from skyenv.types import Trajectory
 
 MARK = "evaluation"
@@ -32,30 +31,12 @@ def read_samples(path: Path, mark: str | None = None) -> list[Trajectory]:
     ConfigError when the file cannot be read.
     """
     found: dict[tuple[str, str, int], Trajectory] = {}
-    for line_mark, trajectory in _lines(path):
+    for record, trajectory in read_records(path):
+        line_mark = str(record.get(MARK, ""))
         key = (line_mark, trajectory.task_id, trajectory.sample_index)
         if (mark is None or line_mark == mark) and (key not in found or found[key].failure is not None):
             found[key] = trajectory
     return list(found.values())
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Trajectory]]:
-    try:
-        text = path.read_text("utf-8", errors="replace")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    for line in text.splitlines():
-        if line.strip() and (parsed := _parse(line)) is not None:
-            yield parsed
-
-
-def _parse(line: str) -> tuple[str, Trajectory] | None:
-    try:
-        with boundary(ConfigError, "no transcript"):
-            record: dict[str, Any] = json.loads(line)
-            return str(record.get(MARK, "")), trajectory_from_json(record)
-    except ConfigError:
-        return None
 
 
 def write_predictions(path: Path, trajectories: Sequence[Trajectory], model: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -17,14 +18,18 @@ def partial_of(path: Path) -> Path:
     return path.with_name(f"{path.name}{PARTIAL}")
 
 
-def remove(directory: Path) -> None:
-    """Remove what an earlier crash left, if anything."""
-    shutil.rmtree(directory, ignore_errors=True)
+def remove(path: Path) -> None:
+    """Remove what an earlier crash left, if anything: a directory or a file."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Make a directory that is complete appear as `path`. A crash may leave the old one or none, never a mixture."""
-    if path.exists():
+    """Make what is complete appear as `path`. A crash may leave the old one or none, never a mixture."""
+    if path.is_dir():
         old = path.with_name(f"{path.name}.old{PARTIAL}")
         shutil.rmtree(old, ignore_errors=True)
         path.replace(old)

@@ -6,10 +6,12 @@ Every row has `token_ids`, `loss_mask` and `logprobs` of equal length; what a ro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
+from sky_trainer.files import partial_of, publish, remove
 from skyenv.errors import ConfigError
 from skyenv.samples import parts_of
 from skyenv.types import Segment, Trajectory
@@ -23,31 +25,45 @@ def rows_of(trajectory: Trajectory, kind: RowKind = "segment") -> Iterator[dict[
         yield {**_facts(trajectory), "row": number, "first_turn": part.first_turn, **_arrays(part.segment)}
 
 
+def check_export(path: Path) -> None:
+    """ConfigError for a file that rows cannot be written to."""
+    if path.suffix not in WRITERS:
+        raise ConfigError(f"--export {path}: must end with .parquet or .jsonl, or have no ending")
+    if path.suffix and path.is_dir():
+        raise ConfigError(f"--export {path}: is a directory")
+
+
 def export_rows(path: Path, trajectories: Iterable[Trajectory], kind: RowKind) -> int:
     """Write rows to a parquet, JSON Lines file or, without an ending, a directory of a Hugging Face dataset.
 
-    Returns how many. ConfigError when there is nothing to write or the disk refuses.
+    What is there is replaced once the new one is whole. Returns how many. ConfigError when there is nothing to write or
+    the disk refuses.
     """
+    check_export(path)
     rows = [row for trajectory in trajectories for row in rows_of(trajectory, kind)]
     if not rows:
         raise ConfigError(f"--export {path}: no trajectory has sampled ids; text-only servers return none")
     from datasets import Dataset
 
-    dataset = Dataset.from_list(rows)
+    partial = partial_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        match path.suffix:
-            case ".parquet":
-                dataset.to_parquet(str(path))
-            case ".jsonl":
-                dataset.to_json(str(path))
-            case "":
-                dataset.save_to_disk(str(path))
-            case _:
-                raise ConfigError(f"--export {path}: must end with .parquet or .jsonl, or have no ending")
+        WRITERS[path.suffix](Dataset.from_list(rows), str(partial))
+        publish(partial, path)
     except OSError as error:
-        raise ConfigError(f"--export {path}: {error.strerror}") from error
+        raise ConfigError(f"--export {path}: {error.strerror or error}") from error
+    finally:
+        remove(partial)
     return len(rows)
+
+
+WRITERS: Mapping[str, Callable[[Any, str], Any]] = MappingProxyType(
+    {
+        ".parquet": lambda dataset, path: dataset.to_parquet(path),
+        ".jsonl": lambda dataset, path: dataset.to_json(path),
+        "": lambda dataset, path: dataset.save_to_disk(path),
+    }
+)
 
 
 def _facts(trajectory: Trajectory) -> dict[str, Any]:

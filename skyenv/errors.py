@@ -23,6 +23,7 @@ infrastructure raises, and what it raises is one of these types, so that a failu
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -114,8 +115,8 @@ class ResetNeeded(SkyEnvError):
 def boundary(kind: type[SkyEnvError], what: str) -> Iterator[None]:
     """Turn any foreign exception raised inside the block into `kind`; our own errors pass unchanged.
 
-    Of an exception group that holds one of ours, the first of ours is raised. Cancellation is not an `Exception` and
-    passes too.
+    Of an exception group that holds one of ours, the first of ours is raised. Cancellation passes too, unless nobody
+    asked for it: a future of asyncio that a library cancels by itself would otherwise end whoever waits for it, unseen.
     """
     try:
         yield
@@ -125,9 +126,37 @@ def boundary(kind: type[SkyEnvError], what: str) -> Iterator[None]:
         ours = first_of_ours(group)
         if ours is not None:
             raise ours from group
-        raise kind(f"{what}: {group}: {group.exceptions[0]!r}") from group
+        raise kind(f"{what}: {group}: {_first_leaf(group)!r}") from group
     except Exception as error:
         raise kind(f"{what}: {type(error).__name__}: {error}") from error
+    except _cancelled_error() as error:
+        if _asked_for():
+            raise
+        raise kind(f"{what}: cancelled from within") from error
+
+
+def _cancelled_error() -> type[BaseException]:
+    """Asyncio's, which is imported only where one is under way: it takes a fifth of what `import skyenv` does."""
+    import asyncio
+
+    return asyncio.CancelledError
+
+
+def _asked_for() -> bool:
+    """Whether a scope around the present task of asyncio, or somebody who holds the task, cancels it."""
+    import asyncio
+
+    import anyio
+
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a thread without a loop
+        return False
+    return task is not None and (task.cancelling() > 0 or anyio.current_effective_deadline() == -math.inf)
+
+
+def _first_leaf(error: BaseException) -> BaseException:
+    return _first_leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def first_of_ours(group: ExceptionGroup[Exception]) -> SkyEnvError | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -30,11 +31,15 @@ def outcome(trajectory: Trajectory) -> float | None:
     """The verdict's own reward: what the environment says the work is worth. RewardError when it is no number."""
     if not _valid(trajectory.verdict):
         return None
-    reward = trajectory.verdict.get("reward")
+    return checked(trajectory.verdict.get("reward"), "the verdict's reward")
+
+
+def checked(reward: Any, what: str) -> float | None:
+    """A reward that can train, or none. RewardError naming `what` for anything but a finite number."""
     if reward is None:
         return None
-    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-        raise RewardError(f"the verdict's reward is {reward!r}, not a finite number")
+    if isinstance(reward, bool) or not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        raise RewardError(f"{what} is {reward!r}, not a finite number")
     return float(reward)
 
 

@@ -10,13 +10,13 @@ environment and evaluates it, whatever reason ended the run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import anyio
 
 from skyenv.context import Context
 from skyenv.core import Engine, Env, SelfPlayed
-from skyenv.errors import ConfigError, EnvError, SandboxError, boundary
+from skyenv.errors import ConfigError, EngineError, EnvError, SandboxError, boundary
 from skyenv.formats import NativeFormat, Parsed, get
 from skyenv.history import Condenser, History, Room
 from skyenv.renderer import ByteTokenizer, Renderer
@@ -89,6 +89,9 @@ class RolloutOptions:
             )
         if limits.max_turns < 1 or limits.max_nudges < 1:
             raise ConfigError("limits: max_turns and max_nudges must be at least 1")
+        for name, seconds in asdict(limits).items():
+            if (name == "wall_clock" or name.endswith("_timeout")) and not seconds >= 0:
+                raise ConfigError(f"limits.{name}: {seconds:g} is no number of seconds; at least 0")
         rules = self.rules
         if rules.condenser is None and (rules.condense_tokens or rules.condense_turns):
             raise ConfigError("rules.condenser: a threshold is set but no condenser; see skyenv.history")
@@ -114,7 +117,8 @@ async def rollout(
         if isinstance(env, SelfPlayed):
             reason = await env.aplay(engine, renderer, trajectory, options.limits, options.sampling)
         else:
-            reason = await _Episode(env, engine, renderer, trajectory, options).play()
+            with boundary(EnvError, "the turn loop"):
+                reason = await _Episode(env, engine, renderer, trajectory, options).play()
     trajectory.stop_reason = reason
     if reason is not StopReason.FINISH:
         trajectory.counters["no_finish"] = 1
@@ -228,7 +232,8 @@ class _Episode:
         started = anyio.current_time()
         completion = await self._generate(self.context.ids, tuple(self.context.messages), deadline)
         generated = anyio.current_time()
-        text, ids = self.context.append(completion)
+        with boundary(EngineError, "what the engine answered cannot be decoded"):
+            text, ids = self.context.append(completion)
         parsed = self._parse(text, completion)
         turn = Turn(
             text,

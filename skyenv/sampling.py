@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -55,8 +56,18 @@ def _checked(completion: Completion, max_tokens: int) -> Completion:
     """The completion; EngineError when it is not what an engine may answer."""
     if completion.finish_reason == "abort":
         raise EngineError("the engine aborted the generation")
+    if not _are_ids(completion.token_ids):
+        raise EngineError(f"the engine answered what are no token ids: {str(completion.token_ids)[:100]}")
     if len(completion.token_ids) > max_tokens:
         raise EngineError(f"the engine answered {len(completion.token_ids)} tokens for max_tokens {max_tokens}")
     if not all(math.isfinite(value) and value <= 1e-4 for value in completion.logprobs):
         raise EngineError("the engine answered a logprob that is no log probability")
     return completion
+
+
+def _are_ids(values: Sequence[int]) -> bool:
+    """Whether these are the 32-bit numbers that everything behind an engine takes for ids."""
+    try:
+        return min(array("i", values), default=0) >= 0
+    except (TypeError, OverflowError):
+        return False

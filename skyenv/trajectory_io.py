@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from skyenv.errors import ConfigError, boundary
@@ -31,6 +32,25 @@ FORMAT = 2
 Since 2 the arrays of a segment are packed: little-endian 32-bit ids, one byte a mask, 64-bit logprobs of the sampled
 ids alone, each deflated and in base 64. Format 1 wrote them as JSON lists.
 """
+
+
+_NUMBER = (int, float)
+_FIELDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("task_id", "prompt_hash"), (str,)),
+        **dict.fromkeys(("group_id", "sample_index", "attempts"), (int,)),
+        **dict.fromkeys(("verdict", "seconds", "counters"), (dict,)),
+        "reward": (*_NUMBER, type(None)),
+        "exact": (bool,),
+    }
+)
+_TURN_FIELDS: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("text", "observation"), (str,)),
+        **dict.fromkeys(("generate_seconds", "step_seconds", "policy_version"), _NUMBER),
+        "error": (str, type(None)),
+    }
+)
 
 
 def append_trajectories(path: Path, trajectories: Iterable[Trajectory], **extra: Any) -> None:
@@ -58,25 +78,31 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
 
     Raises ConfigError when the file is missing or cannot be read.
     """
+    return (trajectory for _record, trajectory in read_records(path))
+
+
+def read_records(path: Path) -> Iterator[tuple[Mapping[str, Any], Trajectory]]:
+    """As `read_trajectories`, each beside all that its line holds."""
     try:
         with path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
                     continue
                 try:
-                    trajectory = _parsed(line)
+                    found = _parsed(line)
                 except ConfigError as error:
                     logger.warning("%s line %d skipped: %s", path, number, error)
                 else:
-                    yield trajectory
+                    yield found
     except OSError as error:
         raise ConfigError(f"trajectories: cannot read {path}: {error.strerror}") from error
 
 
-def _parsed(line: bytes) -> Trajectory:
-    """The trajectory of a line; ConfigError for whatever else a line can hold."""
+def _parsed(line: bytes) -> tuple[Mapping[str, Any], Trajectory]:
+    """What a line holds; ConfigError for whatever else a line can hold."""
     with boundary(ConfigError, "no trajectory" if line.endswith(b"\n") else "cut short"):
-        return trajectory_from_json(json.loads(line))
+        record: Mapping[str, Any] = json.loads(line)
+        return record, trajectory_from_json(record)
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
@@ -111,6 +137,9 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
     """
     if record["format"] > FORMAT:
         raise ValueError(f"line format {record['format']} is newer than {FORMAT}")
+    _check(record, _FIELDS)
+    _check(record["seconds"], dict.fromkeys(record["seconds"], _NUMBER))
+    _check(record["counters"], dict.fromkeys(record["counters"], (int,)))
     read = Segment if record["format"] == 1 else _unpack_segment
     segments = [read(**segment) for segment in record["segments"]]
     for segment in segments:
@@ -132,6 +161,13 @@ def trajectory_from_json(record: Mapping[str, Any]) -> Trajectory:
         counters=record["counters"],
         prompt_hash=record["prompt_hash"],
     )
+
+
+def _check(record: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]]) -> None:
+    """TypeError naming the first entry that is of another kind, KeyError for one that is missing."""
+    for name, allowed in kinds.items():
+        if not isinstance(record[name], allowed):
+            raise TypeError(f"{name} is {str(record[name])[:80]!r}, a {type(record[name]).__name__}")
 
 
 def _pack_segment(segment: Segment) -> dict[str, Any]:
@@ -185,6 +221,7 @@ def _turn_to_json(turn: Turn) -> dict[str, Any]:
 
 
 def _turn_from_json(record: Mapping[str, Any]) -> Turn:
+    _check(record, _TURN_FIELDS)
     calls = tuple(ToolCall(call["name"], call["arguments"]) for call in record["calls"])
     versions = tuple((count, version) for count, version in record.get("versions", ()))
     return Turn(**{**record, "calls": calls, "versions": versions})

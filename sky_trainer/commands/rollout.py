@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sky_trainer.commands.evaluate import add_parser, roll_out
 from sky_trainer.commands.output import print_json, print_line
-from sky_trainer.rows import export_rows
+from sky_trainer.rows import check_export, export_rows
 from skyenv.errors import ConfigError
 
 
@@ -26,12 +26,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Collect; status 1 when infrastructure spoiled a sample."""
     if arguments.out is None and arguments.export is None:
         raise ConfigError("give --out or --export, or nothing will be kept")
+    if arguments.export is not None:
+        check_export(arguments.export)
     _plan, trajectories = roll_out(arguments)
     failed = sum(trajectory.failure is not None for trajectory in trajectories)
     result = {"trajectories": len(trajectories), "failed": failed}
     if arguments.export is not None:
         least = arguments.min_reward
         kept = [t for t in trajectories if t.reward is not None and (least is None or t.reward >= least)]
+        if not kept:
+            wanted = "a reward" if least is None else f"a reward of at least {least:g}"
+            raise ConfigError(f"--export {arguments.export}: no trajectory has sampled ids and {wanted}")
         result["rows"] = export_rows(arguments.export, kept, arguments.rows)
         print_line(f"{result['rows']} rows of {len(kept)} trajectories written to {arguments.export}")
     if arguments.json:

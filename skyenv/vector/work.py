@@ -28,7 +28,7 @@ from skyenv.errors import (
     SkyEnvError,
     boundary,
 )
-from skyenv.rewards import reward_function
+from skyenv.rewards import checked, reward_function
 from skyenv.rollout import RolloutOptions, rollout
 from skyenv.types import Failure, StopReason, Trajectory
 from skyenv.vector.background import Background
@@ -348,7 +348,7 @@ class Work:
             reward, verdict = await env.aevaluate()
             trajectory.verdict = {**verdict, "reward": reward}
         with boundary(RewardError, "reward"):
-            reward = self._reward(trajectory)
+            reward = checked(self._reward(trajectory), "the reward")
         trajectory.reward = settled(reward, trajectory.stop_reason, self.pipeline.stop_policy)
         if reward is not None and trajectory.reward is not None and trajectory.reward != reward:
             terms = trajectory.verdict.get("reward_terms", {"outcome": reward})
@@ -392,4 +392,4 @@ def _given_up(item: Item, reason: StopReason, kind: str, message: str) -> Trajec
 def _pause(error: SkyEnvError) -> float:
     """Seconds to wait before the next attempt: what the sandbox server asks for, within reason."""
     asked = error.retry_after if isinstance(error, SandboxUnavailable) else None
-    return min(max(asked or 0.0, 0.0), LONGEST_PAUSE)
+    return min(asked, LONGEST_PAUSE) if asked is not None and asked > 0 else 0.0

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sky_trainer.cli import main
-from sky_trainer.rows import rows_of
+from sky_trainer.evaluated import append_sample, read_samples
+from sky_trainer.rows import export_rows, rows_of
+from skyenv.errors import ConfigError
 from skyenv.samples import turns_of
 from skyenv.trajectory_io import append_trajectories, read_trajectories
 from skyenv.types import Failure, Message, Segment, StopReason, ToolCall, Trajectory, Turn
@@ -151,6 +154,55 @@ def test_a_killed_rollout_goes_on_and_repeats_nothing(tmp_path: Path, capsys: py
     assert len(names) == len(set(names)) == 12
 
 
+def test_separators_inside_texts_end_no_line(tmp_path: Path) -> None:
+    """What Python takes for the end of a line and JSON does not: a sample that is there is not played again."""
+    sample = trajectory()
+    sample.turns[0] = replace(sample.turns[0], text="a\u2028b\u2029c\x85d\x1ce\rf", observation="\ud800")
+    append_sample(tmp_path / "o.jsonl", sample, "mark")
+    append_sample(tmp_path / "o.jsonl", spoiled(), "mark")
+    assert read_samples(tmp_path / "o.jsonl", "mark") == [sample, spoiled()]
+    assert read_samples(tmp_path / "o.jsonl", "other") == []
+
+
+def test_a_damaged_store_is_shown_as_far_as_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    append_trajectories(path, [trajectory("first")])
+    whole = path.read_bytes()
+    damages = [
+        b"\xff\x00\n",
+        b"[1]\nnull\n5\n",
+        whole.replace(b'"reward": 1.0', b'"reward": "x"'),
+        whole.replace(b'"verdict": {', b'"verdict": [], "x": {'),
+        whole.replace(b'"seconds": {', b'"seconds": null, "x": {'),
+        whole.replace(b'"init": 1.0', b'"init": "x"'),
+        whole.replace(b'"generate_seconds": 1.5', b'"generate_seconds": "x"'),
+        whole.replace(b'"text": "', b'"text": 5, "x": "'),
+        whole.replace(b'"task_id": "first"', b'"task_id": 7'),
+        whole[: len(whole) // 2],
+    ]
+    path.write_bytes(whole + b"".join(damages))
+    append_trajectories(path, [trajectory("last")])
+    assert main(["show", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told == {"trajectories": ["first#0", "last#0"]}
+    for number in ("1", "2", "last"):
+        assert main(["show", str(path), "--trajectory", number]) == 0
+    assert main(["show", str(path), "--trajectory", "3"]) == 2
+    path.write_bytes(b"")
+    assert main(["show", str(path)]) == 1
+
+
+def test_an_export_replaces_what_is_there_and_leaves_nothing_half_done(tmp_path: Path) -> None:
+    for name in ("rows.parquet", "rows.jsonl", "rows"):
+        for count in (1, 2):
+            assert export_rows(tmp_path / name, [trajectory()] * count, "segment") == count
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows", "rows.jsonl", "rows.parquet"]
+    assert len(load_from_disk(str(tmp_path / "rows"))) == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--export .*file/rows\.parquet"):
+        export_rows(tmp_path / "file" / "rows.parquet", [trajectory()], "segment")
+
+
 @pytest.mark.parametrize("ending", ["rows.parquet", "rows.jsonl", "rows"])
 def test_rollout_collects_and_exports(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, export = tmp_path / "t.jsonl", tmp_path / ending
@@ -180,4 +232,6 @@ def test_rollout_collects_and_exports(ending: str, tmp_path: Path, capsys: pytes
 def test_rollout_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     given = [str(tmp_path / word) if word.startswith("rows.") else word for word in words]
     assert main(["rollout", "--policy", "gold", "--level", "1", "--limit", "1", *given]) == 2
-    assert message in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert message in said.err
+    assert ("1/1" in said.out) == ("--min-reward" in words)  # what can be known before is said before
