@@ -25,7 +25,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,46 +159,63 @@ class Case:
         return ours | BASELINES
 
 
+@dataclass(slots=True)
+class Seen:
+    """What was seen of a run, times in seconds from its begin. `levels`: the area under the use of what bounds it."""
+
+    ended: dict[int, float] = field(default_factory=dict)
+    levels: list[tuple[float, float]] = field(default_factory=list)
+    finished: bool = False
+    seconds: float = 0.0
+
+
+async def observe(
+    run: Callable[[Callable[[int], None]], Awaitable[None]],
+    engines: Engines,
+    dead: float,
+    seed: int,
+    bounds: tuple[str, float],
+) -> Seen:
+    """Watch `run` until its end, or until it has taken far longer than what bounds it (a name and seconds)."""
+    started, (bottleneck, bound) = anyio.current_time(), bounds
+    seen, used = Seen(), engines.busy if bottleneck == "engines" else engines.live
+
+    def done(index: int) -> None:
+        seen.ended[index] = anyio.current_time() - started
+
+    async def watch() -> None:
+        while True:
+            seen.levels.append((anyio.current_time() - started, used.area()))
+            await anyio.sleep(bound / 200)
+
+    try:
+        async with anyio.create_task_group() as beside:
+            beside.start_soon(watch)
+            beside.start_soon(engines.die, dead, seed, bound / 2)
+            with anyio.move_on_after(PATIENCE * bound):
+                await run(done)
+                seen.finished = True
+            beside.cancel_scope.cancel()
+    except* FAILURES:
+        pass
+    seen.seconds = anyio.current_time() - started
+    return seen
+
+
 def play(scheduler: Scheduler, case: Case, seed: int) -> dict[str, float]:
     """One scheduler on one trace."""
     trace, cluster = case.trace(seed), case.cluster
-    engines, bounds = Engines(cluster.engines, cluster.slots), cluster.bounds(trace)
-    bottleneck, bound = max(bounds.items(), key=lambda item: item[1])
-    ended: dict[int, float] = {}
-    levels: list[tuple[float, float]] = []
-    finished = False
+    engines = Engines(cluster.engines, cluster.slots)
+    bottleneck, bound = max(cluster.bounds(trace).items(), key=lambda item: item[1])
 
-    busy = 0.0
-
-    async def main() -> float:
-        nonlocal finished, busy
-        started = anyio.current_time()
-
-        def done(index: int) -> None:
-            ended[index] = anyio.current_time() - started
-
-        async def watch() -> None:
-            used = engines.busy if bottleneck == "engines" else engines.live
-            while True:
-                levels.append((anyio.current_time() - started, used.area()))
-                await anyio.sleep(bound / 200)
-
-        try:
-            async with anyio.create_task_group() as beside:
-                beside.start_soon(watch)
-                beside.start_soon(engines.die, case.shape.dead, seed, bound / 2)
-                with anyio.move_on_after(PATIENCE * bound):
-                    await scheduler(trace, engines, cluster.sandboxes, done)
-                    finished = True
-                beside.cancel_scope.cancel()
-        except* FAILURES:
-            pass
-        busy = engines.busy.area()
-        return anyio.current_time() - started
+    async def main() -> tuple[Seen, float]:
+        run = partial(scheduler, trace, engines, cluster.sandboxes)
+        return await observe(run, engines, case.shape.dead, seed, (bottleneck, bound)), engines.busy.area()
 
     cpu = time.process_time()
-    seconds = virtual(main)
+    seen, busy = virtual(main)
     cpu = time.process_time() - cpu
+    ended, seconds = seen.ended, seen.seconds
     size = case.shape.group
     groups = [
         [ended.get(i, float("inf")) for i in range(g, min(g + size, case.count))] for g in range(0, case.count, size)
@@ -207,10 +224,10 @@ def play(scheduler: Scheduler, case: Case, seed: int) -> dict[str, float]:
     capacity = engines.slots if bottleneck == "engines" else cluster.sandboxes
     return {
         "seconds": seconds,
-        "ends": float(finished),
+        "ends": float(seen.finished),
         "lost": float(case.count - len(ended)),
         "share_of_bound": bound / seconds if len(ended) == case.count else 0.0,
-        "steady": steady_share(levels, seconds, capacity),
+        "steady": steady_share(seen.levels, seconds, capacity),
         "engine_idle": 1.0 - busy / (engines.slots * seconds),
         "group_p90": completion[int(0.9 * (len(completion) - 1))],
         "per_hour": 3600.0 * len(ended) / seconds,
