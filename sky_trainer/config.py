@@ -123,6 +123,7 @@ class Config:
     `sized_for` says on which GPUs it fits, as `--assume-gpu` takes them: 8xH100, or 2x8xH100 for two machines.
     With `stages` each has tasks of its own, `tasks` is not given, and `steps` is their sum unless fewer are asked for.
     Rollouts run up to `staleness` batches ahead of the one that is trained on; 0: none while the trainer steps.
+    A process of several that gives no sign of life for `rank_timeout` seconds ends the run; 0: none is watched.
     """
 
     out: str = "runs/run"
@@ -132,6 +133,7 @@ class Config:
     save_every: int = 20
     micro_batch: int = 8
     cpu_threads: int = 0
+    rank_timeout: float = 300.0
     resume: bool = True
     sized_for: str = ""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -282,6 +284,7 @@ def _check_training(config: Config) -> None:
             "rollout.group_size": (rollout.group_size, 2),
             "rollout.groups_per_step": (rollout.groups_per_step, 1),
             "cpu_threads": (config.cpu_threads, 0),
+            "rank_timeout": (config.rank_timeout, 0),
         }
     )
     if rollout.temperature <= 0:

@@ -10,7 +10,7 @@ that it computes are replaced by ours. More rows than micro-batches hold become 
 TRL applies its sampler/trainer correction only when `use_vllm` is set, so the flag is set after construction; weights
 are pushed here. Private names of TRL that this relies on, each covered by a test: `_generate_and_score_completions`,
 `_compute_loss`, `_get_per_token_logps_and_entropies`, `_metrics`, `_logs`, `use_vllm`, `_last_loaded_step`,
-`_entropy_bonus_enabled`, `aux_loss_enabled`, `router_aux_loss_coef`.
+`_entropy_bonus_enabled`, `aux_loss_enabled`, `router_aux_loss_coef`; of transformers `_save_checkpoint`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from sky_trainer.advantages import AdvantageConfig, AdvantageRules, Scale
 from sky_trainer.batch import Batch, Shape, make_batch, summary
 from sky_trainer.config import Config
 from sky_trainer.filters import Collect, FilterConfig, silent, unmasked
+from sky_trainer.saving import writing
 from sky_trainer.settings import foreign_options
 from sky_trainer.weights import WeightSync
 from skyenv.adapters.trl import columns
@@ -90,6 +91,10 @@ OWNED = {
 
 ROW_LOSSES = ("grpo", "sapo", "dr_grpo", "luspo")
 """Losses that TRL divides by the rows of a micro-batch; the others by the tokens of the whole batch, or of its own."""
+
+
+REFERENCE = "ref"
+"""What TRL calls the copy of fresh adapters that a KL penalty compares with; it is no part of the policy."""
 
 
 def batch_shape(args: GRPOConfig) -> tuple[int, int]:
@@ -380,6 +385,10 @@ class SkyGRPOTrainer(GRPOTrainer):
             loss = loss - self._entropy_weight * (entropies * mask).sum() / total
         return loss
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with writing(Path(self.args.output_dir or ".", f"checkpoint-{self.state.global_step}")):
+            super()._save_checkpoint(model, trial)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: TRL's describes a model of the hub, and the run directory holds what there is to say."""
 
@@ -413,9 +422,11 @@ class SkyGRPOTrainer(GRPOTrainer):
         if self.accelerator.is_main_process:
             files.remove(partial)
         self.accelerator.wait_for_everyone()
-        self.save_model(str(partial))
+        with writing(partial):
+            self.save_model(str(partial))
         if self.accelerator.is_main_process:
             (partial / TRAINING_ARGS_NAME).unlink(missing_ok=True)
+            files.remove(partial / REFERENCE)
             files.publish(partial, path)
         self.accelerator.wait_for_everyone()
 

@@ -22,7 +22,7 @@ from skyenv.errors import ConfigError
 
 CONFIG = "config.yaml"
 MAY_CHANGE = (
-    *("out", "steps", "save_every", "resume", "staleness", "cpu_threads", "sized_for"),
+    *("out", "steps", "save_every", "resume", "staleness", "cpu_threads", "rank_timeout", "sized_for"),
     *("evaluation.", "engine.", "launch.", "ray.", "sandbox.", "metrics."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
     *("rollout.grade_ahead", "rollout.longest_first"),

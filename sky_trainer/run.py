@@ -31,6 +31,7 @@ from sky_trainer.following import check_ranks, follow
 from sky_trainer.identity import prepare_directory
 from sky_trainer.in_loop import InLoop
 from sky_trainer.metering import Metering
+from sky_trainer.peers import watched_ranks
 from sky_trainer.record import (
     RunRecord,
     consumed_tasks,
@@ -85,9 +86,16 @@ def train(config: Config, display: Display, cluster: Cluster | None = None) -> O
     args = grpo.grpo_config(config)
     check_ranks(config, args)
     plan = planned(config, *grpo.batch_shape(args))
-    if args.process_index:
-        follow(config, args, plan, config.run_dir / FINAL)
-        return outcome(config, started)
+    with watched_ranks(config.rank_timeout):
+        if args.process_index:
+            follow(config, args, plan, config.run_dir / FINAL)
+        else:
+            lead(config, display, args, plan, cluster)
+    return outcome(config, started)
+
+
+def lead(config: Config, display: Display, args: Any, plan: Plan, cluster: Cluster | None) -> None:
+    """Rank 0: make the directory ready, then train from where the run stands."""
     evaluated = choose_tasks(config.evaluation.tasks) if config.evaluation.every else []
     require_records(evaluated, config.evaluation.tasks.source)
     prepare_directory(config)
@@ -97,9 +105,8 @@ def train(config: Config, display: Display, cluster: Cluster | None = None) -> O
     args.distributed_state.wait_for_everyone()
     if checkpoint is not None and first_step >= config.steps:
         finish(config.run_dir, checkpoint)
-        return outcome(config, started)
+        return
     take_steps(config, display, Prepared(args, plan, evaluated, checkpoint, cluster))
-    return outcome(config, started)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 
 from sky_trainer import files
 from sky_trainer.config import Config
+from sky_trainer.saving import writing
 from sky_trainer.settings import foreign_options
 from sky_trainer.sync.export import named_weights
 from sky_trainer.sync.files import write_checkpoint
@@ -107,6 +108,10 @@ class SkySFTTrainer(SFTTrainer):
             model=model, args=args, train_dataset=rows(segments), processing_class=processing_class, **options
         )
         self.remove_callback(PrinterCallback)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with writing(Path(self.args.output_dir or ".", f"checkpoint-{self.state.global_step}")):
+            super()._save_checkpoint(model, trial)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write none: TRL's describes a model of the hub, and the run directory holds what there is to say."""

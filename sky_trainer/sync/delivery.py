@@ -113,12 +113,17 @@ class LoraDelivery:
             state = {
                 name: gather(value.detach()).cpu()
                 for name, value in self._model.state_dict(keep_vars=True).items()
-                if ".lora_" in name
+                if ".lora_" in name and any(f".{adapter}." in name for adapter in self._model.active_adapters)
             }
         if is_main():
             with boundary(EngineError, f"the adapter of version {version} could not be written"):
                 written = self._files.begin(version)
-                self._model.save_pretrained(written, state_dict=state, save_embedding_layers=False)
+                self._model.save_pretrained(
+                    written,
+                    state_dict=state,
+                    save_embedding_layers=False,
+                    selected_adapters=list(self._model.active_adapters),
+                )
                 self._files.finish(written, version)
 
     async def give(self, server: Server, version: int) -> None:
