@@ -129,6 +129,20 @@ async def test_tools_that_a_provider_would_run_are_left_out() -> None:
             await o.openai.responses.create(model="m", input="what?", tools=[{"type": "local_shell"}])
 
 
+async def test_arguments_that_do_not_fit_are_the_agents_to_complain_of() -> None:
+    """As with any server; the agent's answer brings the model back, where bare text would end the agent."""
+    said = RENDERER.format.render_call(ToolCall("ls", {"path": 5, "dir": "/"}))
+    async with opened(turn([said, "I see."])) as o:
+        message = (await o.chat([USER], tools=chat_tools())).choices[0].message
+        (call,) = message.tool_calls
+        assert json.loads(call.function.arguments) == {"path": 5, "dir": "/"}
+        complaint = {"role": "tool", "tool_call_id": call.id, "content": "path must be text"}
+        await o.chat([USER, message.model_dump(exclude_none=True), complaint], tools=chat_tools())
+    trajectory = o.session.trajectory
+    assert (len(trajectory.segments), trajectory.counters["parse_errors"]) == (1, 1)
+    assert "dir" in (trajectory.turns[0].error or "")
+
+
 async def test_tools_in_a_namespace() -> None:
     """As command-line agents send their helpers' tools: the model calls `NAMESPACE.NAME`, the client hears both."""
     said = RENDERER.format.render_call(ToolCall("files.ls", {"path": "/"}))
