@@ -25,6 +25,7 @@ def test_all_figures_of_a_short_run(tmp_path: Path) -> None:
     for name in ("pipeline", "bounded_batch", "naive_batch"):
         assert 0 < told[name]["share_of_bound"]["median"] <= 1
         assert told[name]["cpu"]["median"] > 0
+    assert 0 < told["share_of_plan"]["median"] <= 1
     assert told["share_of_bound"] == told["pipeline"]["share_of_bound"]
     assert told["vs_naive_batch"]["n"] == 1
     assert told["live_3"]["turns"] == 6
