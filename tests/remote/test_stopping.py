@@ -15,8 +15,7 @@ try:
     states = processes.scan()
     print(json.dumps([stopped, busy.pid in told, spared.pid in told, states[busy.pid].state in "TD"]))
 finally:
-    busy.kill()
-    spared.kill()
+    processes.kill_all()
 """
 
 
