@@ -33,6 +33,7 @@ from skyenv.renderer import Renderer
 from skyenv.rewards import reward_function
 from skyenv.rollout import RolloutOptions, TurnRules, byte_renderer
 from skyenv.types import Limits, SamplingParams, StopReason, Trajectory, TrajectoryGroup
+from skyenv.vector.closing import close
 from skyenv.vector.durations import Durations
 from skyenv.vector.lanes import Stages, StageWidths
 from skyenv.vector.metrics import Meter
@@ -154,8 +155,9 @@ class RolloutPipeline:
             if isinstance(env, Prefetches):
                 with boundary(EnvError, "env.aprefetch"), anyio.fail_after(self.limits.init_timeout):
                     await env.aprefetch(chosen, each)
-        except SkyEnvError as error:
-            logger.warning("prefetch of %d tasks: %s: %s", len(chosen), type(error).__name__, error)
+        except SkyEnvError as failed:
+            logger.warning("prefetch of %d tasks: %s: %s", len(chosen), type(failed).__name__, failed)
         finally:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(self.close_timeout):
-                await env.aclose()
+            error = await close(env, self.close_timeout)
+            if error is not None:
+                logger.warning("prefetch: not closed: %s", error)
