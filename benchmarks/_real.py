@@ -20,6 +20,7 @@ from pathlib import Path
 
 import anyio
 from _baselines import all_of
+from _simulation import virtual
 
 import skyenv
 from skyenv import formats
@@ -201,3 +202,23 @@ def machine_seconds() -> float:
 def longest(plan: Sequence[Sample]) -> float:
     """Generation seconds of the longest sample."""
     return max(math.fsum(sample.latencies) for sample in plan)
+
+
+def seconds_of_generations(plan: Sequence[Sample], slots: int, live: int) -> float:
+    """Of the plan in its order, `live` samples at once, with generations alone: in virtual time."""
+
+    async def play(sample: Sample, lane: Lane, engine: PlannedEngine) -> None:
+        for seconds in sample.latencies:
+            await engine.serve(seconds)
+        lane.release()
+
+    async def main() -> float:
+        lane, engine, started = Lane(live), PlannedEngine(plan, slots), anyio.current_time()
+        async with anyio.create_task_group() as group:
+            for sample in plan:
+                await lane.acquire()
+                group.start_soon(play, sample, lane, engine)
+        return anyio.current_time() - started
+
+    found: float = virtual(main)
+    return found

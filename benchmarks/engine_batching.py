@@ -2,7 +2,8 @@
 
 Loads: `together`, all requests at once; `trickle`, one by one with exponential gaps; `turns`, sessions that ask
 again a while after each answer, as trajectories with tools do. The three engines run the same loads in turn, each after
-a warm-up, `--rounds` times in an order that rotates; medians and ranges of tokens a second and of seconds a request.
+a warm-up, `--rounds` times in an order that rotates. Least, median and most over the rounds: tokens a second, median
+seconds of a request, and the ratios of each round, ours to each of the others; above 1 ours is the faster one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from sky_trainer.engines import HFEngine
 from skyenv.types import SamplingParams
 
 Ask = Callable[[Sequence[int], int], Awaitable[int]]
+OURS = "joining"
+LOADS = ("together", "trickle", "turns")
 TEXTS = ["look around the house", "go north, then go south", "take the key and open the door"] * 8
 
 
@@ -118,7 +121,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     tokenizer = tiny.make_tokenizer(TEXTS, 320)
     model = tiny.make_model(tokenizer, hidden=arguments.hidden, layers=arguments.layers, seed=0).eval()
     engines: dict[str, Callable[[], Any]] = {
-        "joining": lambda: embedded(HFEngine, model, tokenizer),
+        OURS: lambda: embedded(HFEngine, model, tokenizer),
         "joinless": lambda: embedded(Joinless, model, tokenizer),
         "transformers": lambda: transformers_batching(model, tokenizer),
     }
@@ -129,26 +132,41 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for name in names[number % 3 :] + names[: number % 3]:
             async with engines[name]() as ask:
                 await load("together", ask, 99, 4)
-                for kind in ("together", "trickle", "turns"):
+                for kind in LOADS:
                     speed, seconds = await load(kind, ask, number, arguments.requests)
                     speeds.setdefault((kind, name), []).append(speed)
                     waits.setdefault((kind, name), []).append(statistics.median(seconds))
     return {
         kind: {
-            name: {"tokens_per_second": spread(speeds[kind, name]), "median_seconds": spread(waits[kind, name])}
-            for name in names
+            **{
+                name: {"tokens_per_second": spread(speeds[kind, name]), "median_seconds": spread(waits[kind, name])}
+                for name in names
+            },
+            **{
+                f"vs_{name}": {
+                    "tokens_per_second": spread(ratios(speeds[kind, OURS], speeds[kind, name])),
+                    "median_seconds": spread(ratios(waits[kind, name], waits[kind, OURS])),
+                }
+                for name in names
+                if name != OURS
+            },
         }
-        for kind in ("together", "trickle", "turns")
+        for kind in LOADS
     }
 
 
-def spread(values: list[float]) -> list[float]:
+def ratios(more: Sequence[float], less: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [one / other for one, other in zip(more, less, strict=True)]
+
+
+def spread(values: Sequence[float]) -> list[float]:
     """Smallest, median, largest."""
     return [round(value, 3) for value in (min(values), statistics.median(values), max(values))]
 
 
 def main() -> None:
-    """Print a table, or JSON."""
+    """Print a table, with `--json` one JSON object behind it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
@@ -157,13 +175,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     result = anyio.run(measure, arguments)
-    if arguments.json:
-        print(json.dumps(result))
-        return
     for kind, rows in result.items():
         print(f"{kind}: tokens a second (least, median, most); median seconds of a request")
         for name, row in rows.items():
-            print(f"  {name:13} {row['tokens_per_second']!s:30} {row['median_seconds']!s}")
+            print(f"  {name:16} {row['tokens_per_second']!s:30} {row['median_seconds']!s}")
+    if arguments.json:
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

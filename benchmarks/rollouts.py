@@ -3,7 +3,9 @@
 (c) Seconds of one plan of SWE trajectories by the pipeline, by a naive batch and by a bounded batch of coroutines, in
 turns and over several seeds. The bound is the largest of: generation seconds over engine slots; the processor time
 that the cheapest of the three needed over the machine's cores; the generations of the longest trajectory, one after the
-other. `others` is how many cores other programs used meanwhile: the bound knows nothing of them.
+other. A plan that ends has a tail in which fewer trajectories are left than the engine has slots: `share_of_plan`
+compares with the plan itself, played in its order with as many alive, where all but generations takes no time. `others`
+is how many cores other programs used meanwhile: neither knows of them.
 
 (d) Processor time a turn and memory with 10, 100 and 1 000 live trajectories of one process, each with a sandbox of its
 own on a node server beside it: in all, in this process (pipeline, renderer, client), in the node server, and below it
@@ -40,6 +42,7 @@ from _real import (
     longest,
     machine_seconds,
     naive_batch,
+    seconds_of_generations,
 )
 
 import skyenv
@@ -121,11 +124,13 @@ async def compare(options: argparse.Namespace, used: Callable[[], float]) -> dic
         names = wanted[seed % len(wanted) :] + wanted[: seed % len(wanted)]
         runs = {name: await play(name, plan, options, used) for name in names}
         engine = max(sum(sum(s.latencies) for s in plan) / options.slots, longest(plan))
+        alone = await anyio.to_thread.run_sync(seconds_of_generations, plan, options.slots, options.live)
         cpu = min(run["cpu"] for run in runs.values())
         for run in runs.values():
             run["share_of_bound"] = max(engine, cpu / CORES) / run["seconds"]
+            run["share_of_plan"] = alone / run["seconds"]
         rounds.append(runs)
-        print(json.dumps({"seed": seed, "engine_bound": engine, "cpu_bound": cpu / CORES, **runs}))
+        print(json.dumps({"seed": seed, "engine_bound": engine, "plan": alone, "cpu_bound": cpu / CORES, **runs}))
     found: dict[str, Any] = {
         name: {key: spread([runs[name][key] for runs in rounds]) for key in rounds[0][name]} for name in wanted
     }
@@ -292,7 +297,7 @@ def results_as_rows(results: Mapping[str, Any]) -> dict[str, Any]:
     if "rollouts" not in results:
         return dict(results)
     ours = results["rollouts"]["pipeline"]
-    keys = ("share_of_bound", "engine_busy")
+    keys = ("share_of_bound", "share_of_plan", "engine_busy")
     return {
         **{key: ours[key] for key in keys},
         **results["rollouts"],

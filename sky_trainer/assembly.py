@@ -95,6 +95,7 @@ def make_pipeline(
         max_tokens_per_turn=rollout.max_tokens_per_turn,
         max_context=rollout.max_context,
         wall_clock=rollout.wall_clock,
+        **rollout.deadlines,
     )
     return RolloutPipeline(
         engine=engine,

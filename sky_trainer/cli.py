@@ -6,6 +6,7 @@ Status: 0 fine, 1 something did not work out, 2 the input is wrong, 130 interrup
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import sys
 import warnings
@@ -67,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sky_trainer", description="Train tool-using language models with GRPO in real sandboxes."
     )
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("skyenv"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for module in (demo, sft, train, launch, export, evaluate, rollout, select, show, timeline, serve_engine, doctor):
         module.add(commands)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,9 +36,10 @@ from skyenv.formats import NativeFormat
 from skyenv.history import condenser
 from skyenv.renderer import HistoryPolicy
 from skyenv.samples import Mode
-from skyenv.types import StopReason
+from skyenv.types import Limits, StopReason
 from skyenv.vector.stopping import StopAction, check_stop_policy
 
+DEADLINES = tuple(each.name for each in fields(Limits) if each.name.endswith("_timeout"))
 _RENDERERS_OWN = frozenset({"conversation", "messages", "tools", "tokenize", "add_generation_prompt"})
 
 
@@ -83,8 +84,8 @@ class RolloutConfig:
     names the tools. `history`, `template_options` are those of `skyenv.renderer.Renderer`; the condenser, its
     thresholds, reminders and the cut of observations those of `skyenv.rollout.TurnRules`, 0 for none; `stuck` is a
     preset of `skyenv.stuck`. `stop_policy` maps a stop reason to keep, mask, zero, penalty or a number that is taken
-    off the reward. `rows`: what of a rollout trains, see `skyenv.samples.RowRules`; a rollout of several rows is still
-    one sample of its group.
+    off the reward. `deadlines` of infrastructure, by their names in `skyenv.types.Limits`. `rows`: what of a rollout
+    trains, see `skyenv.samples.RowRules`; a rollout of several rows is still one sample of its group.
     """
 
     format: str = "hermes"
@@ -113,6 +114,7 @@ class RolloutConfig:
     longest_first: bool = False
     rows: Mode = "trajectory"
     stop_policy: Mapping[str, Any] = field(default_factory=dict)
+    deadlines: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +260,11 @@ def _check_rollout(rollout: RolloutConfig) -> None:
         )
     if rollout.condense_turns == 1:
         raise ConfigError("rollout.condense_turns is 1; it must be at least 2, since the last turn stays, or 0")
+    for name, seconds in rollout.deadlines.items():
+        if name not in DEADLINES:
+            raise ConfigError(f"rollout.deadlines.{name}: choose of {', '.join(DEADLINES)}")
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ConfigError(f"rollout.deadlines.{name} is {seconds!r}; write a number of seconds above 0")
     for name in _RENDERERS_OWN.intersection(rollout.template_options):
         raise ConfigError(f"rollout.template_options.{name}: the renderer sets it itself; leave it out")
     try:

@@ -25,7 +25,7 @@ MAY_CHANGE = (
     *("out", "steps", "save_every", "resume", "staleness", "cpu_threads", "rank_timeout", "sized_for"),
     *("evaluation.", "engine.", "launch.", "ray.", "sandbox.", "metrics."),
     *("rollout.concurrency", "rollout.init_concurrency", "rollout.eval_concurrency"),
-    *("rollout.grade_ahead", "rollout.longest_first"),
+    *("rollout.grade_ahead", "rollout.longest_first", "rollout.deadlines"),
     *("grpo.use_cpu", "grpo.report_to", "grpo.run_name", "grpo.save_total_limit", "grpo.gradient_checkpointing"),
     *("grpo.log_", "grpo.logging_", "grpo.dataloader_", "grpo.ddp_"),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 from collections.abc import Sequence
 
 from skyenv.commands import gateway, serve, tasks, top
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = argparse.ArgumentParser(prog="skyenv", description="Sandboxes and tasks for training tool-using models.")
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("skyenv"))
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (serve, gateway, top, tasks):
         command.add(commands)

@@ -113,12 +113,11 @@ async def rollout(
     EnvError for a bug of the environment; never evaluates and never closes.
     """
     reason = StopReason.WALL_CLOCK
-    with anyio.move_on_after(options.limits.wall_clock):
+    with anyio.move_on_after(options.limits.wall_clock), boundary(EnvError, "the episode"):
         if isinstance(env, SelfPlayed):
             reason = await env.aplay(engine, renderer, trajectory, options.limits, options.sampling)
         else:
-            with boundary(EnvError, "the turn loop"):
-                reason = await _Episode(env, engine, renderer, trajectory, options).play()
+            reason = await _Episode(env, engine, renderer, trajectory, options).play()
     trajectory.stop_reason = reason
     if reason is not StopReason.FINISH:
         trajectory.counters["no_finish"] = 1

@@ -27,8 +27,20 @@ from skyenv.engines.control import control_of
 from skyenv.engines.openai import OpenAIEngine
 from tests.engines.serve import ENVIRONMENTS, READY_WITHIN
 
-# How fast examples are made says how busy the machine is, not whether the code is right.
-settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Jobs that a script starts in the background, as `.ci/services --lanes` does, ignore these signals, and so would every
+# process that a test starts and then ends by one.
+for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(ignored) is signal.SIG_IGN:
+        signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
+
+# How fast examples are made says how busy the machine is, not whether the code is right. Each run tries the same
+# examples, unless SKYENV_RANDOM_EXAMPLES is set to look for others.
+settings.register_profile(
+    "busy machine",
+    deadline=None,
+    derandomize="SKYENV_RANDOM_EXAMPLES" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("busy machine")
 
 # A script's background job ignores interrupts, and so would every program that the tests start and interrupt.

@@ -8,7 +8,7 @@ opens it, the last closes it, and the next opens a new one. Everything belongs t
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,9 @@ from anyio.lowlevel import RunVar
 import skyenv
 from skyenv.adapters.opening import Rollouts
 from skyenv.core import Engine, SandboxProvider
-from skyenv.errors import ConfigError, SandboxUnavailable, did_you_mean
+from skyenv.errors import ConfigError, EngineError, SandboxUnavailable, did_you_mean
 from skyenv.renderer import Tokenizer
-from skyenv.types import SamplingParams, Trajectory, TrajectoryGroup
+from skyenv.types import Completion, FinishReason, SamplingParams, Trajectory, TrajectoryGroup
 from skyenv.vector.background import Background
 from skyenv.vector.lanes import Stages
 from skyenv.vector.request import Numbering
@@ -107,6 +107,23 @@ class _Opened:
                 await anyio.sleep_forever()
         finally:
             self._ready.set()
+
+
+def sampled(
+    whose: str, ids: Sequence[int], logprobs: Sequence[float], reason: str | None, sampling: SamplingParams
+) -> Completion:
+    """What a library's server answered, without its text; raises EngineError for an answer without exact ids.
+
+    Of the reasons that servers give, aborts alone are told apart; what did not end with a stop id was cut off.
+    """
+    if reason in ("abort", "aborted"):
+        raise EngineError(f"{whose}'s server aborted the generation")
+    if not ids:
+        raise EngineError(f"{whose}'s server answered no token ids")
+    if len(logprobs) != len(ids):
+        raise EngineError(f"{whose}'s server answered {len(ids)} token ids but {len(logprobs)} logprobs")
+    finish: FinishReason = "stop" if ids[-1] in sampling.stop_token_ids else "length"
+    return Completion("", tuple(ids), tuple(logprobs), finish)
 
 
 def named_task(fields: Mapping[str, Any]) -> str:

@@ -25,12 +25,12 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 import skyenv
 from skyenv import formats
 from skyenv.adapters.opening import Rollouts, row_rules
-from skyenv.adapters.sharing import SharedRollouts, named_task, shared_rollouts
+from skyenv.adapters.sharing import SharedRollouts, named_task, sampled, shared_rollouts
 from skyenv.envs.raw_text import RawText
-from skyenv.errors import ConfigError, EngineError, SkyEnvError, boundary
+from skyenv.errors import ConfigError, SkyEnvError, boundary
 from skyenv.renderer import ByteTokenizer, Renderer
 from skyenv.samples import Row, rows_from
-from skyenv.types import Completion, FinishReason, Message, SamplingParams, StopReason, TrajectoryGroup
+from skyenv.types import Completion, Message, SamplingParams, StopReason, TrajectoryGroup
 from skyenv.vector.request import Numbering
 
 FINISH_SECONDS = 10.0
@@ -64,17 +64,11 @@ class InferenceClientEngine:
             "session_ids": [session_id],
         }
         output = await self._client.generate(asked, model=self._model)
-        ids = tuple(output["response_ids"][0])
-        logprobs = tuple((output["response_logprobs"] or [None])[0] or ())
-        if not ids:
-            raise EngineError("SkyRL's server answered no token ids")
-        if len(logprobs) != len(ids):
-            raise EngineError(f"SkyRL's server answered {len(ids)} token ids but {len(logprobs)} logprobs")
-        return Completion(
-            text=self._renderer.decode(ids),
-            token_ids=ids,
-            logprobs=logprobs,
-            finish_reason=_finish(output["stop_reasons"][0], ids, sampling),
+        logprobs = (output["response_logprobs"] or [None])[0] or ()
+        answer = sampled("SkyRL", output["response_ids"][0], logprobs, output["stop_reasons"][0], sampling)
+        return replace(
+            answer,
+            text=self._renderer.decode(answer.token_ids),
             policy_version=version,  # not all of SkyRL's clients count; weights may change while this is sampled
             seconds=anyio.current_time() - started,
         )
@@ -271,12 +265,6 @@ def _sampling(base: SamplingParams, params: Mapping[str, Any]) -> SamplingParams
         top_p=float(params.get("top_p", base.top_p)),
         top_k=max(0, int(params.get("top_k", base.top_k))),
     )
-
-
-def _finish(reason: str, ids: tuple[int, ...], sampling: SamplingParams) -> FinishReason:
-    if reason == "abort":
-        return "abort"
-    return "stop" if ids[-1] in sampling.stop_token_ids else "length"
 
 
 def _with_next(rows: Sequence[Row]) -> list[tuple[Row, int | None]]:

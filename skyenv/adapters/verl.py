@@ -20,14 +20,12 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage, register_adv_est
 
 from skyenv.adapters.opening import Rollouts, row_rules
-from skyenv.adapters.sharing import named_task, shared_rollouts
-from skyenv.errors import ConfigError, EngineError
+from skyenv.adapters.sharing import named_task, sampled, shared_rollouts
+from skyenv.errors import ConfigError
 from skyenv.renderer import Renderer
 from skyenv.samples import Row, rows_from
-from skyenv.types import Completion, FinishReason, Message, SamplingParams, Trajectory
+from skyenv.types import Completion, Message, SamplingParams, Trajectory
 from skyenv.vector.request import Numbering
-
-_ABORTED = ("abort", "aborted")
 
 
 class ServerManagerEngine:
@@ -58,20 +56,13 @@ class ServerManagerEngine:
             sampling_params=self._asked(sampling),
             priority=self._priority,
         )
-        ids, logprobs = tuple(output.token_ids), tuple(output.log_probs or ())
-        finish = _finish(ids, output.stop_reason, sampling)
-        if finish != "abort" and not ids:
-            raise EngineError("verl's server answered no token ids")
-        if len(logprobs) != len(ids):
-            raise EngineError(f"verl's server answered {len(ids)} token ids but {len(logprobs)} logprobs")
+        answer = sampled("verl", output.token_ids, output.log_probs or (), output.stop_reason, sampling)
         oldest, newest = (output.extra_fields.get(f"{end}_global_steps") for end in ("min", "max"))
         if newest is not None:
             self.newest = max(int(newest), self.newest or 0)
-        return Completion(
-            text=self._renderer.decode(ids),
-            token_ids=ids,
-            logprobs=logprobs,
-            finish_reason=finish,
+        return replace(
+            answer,
+            text=self._renderer.decode(answer.token_ids),
             policy_version=int(oldest or 0),
             seconds=anyio.current_time() - started,
             cached_tokens=output.extra_fields.get("num_cached_tokens"),
@@ -197,13 +188,6 @@ def dataset(rollouts: Rollouts, agent_name: str = "skyenv") -> Any:
             for index, task in enumerate(rollouts.load())
         ]
     )
-
-
-def _finish(ids: tuple[int, ...], reason: str | None, sampling: SamplingParams) -> FinishReason:
-    """Of what verl tells, aborts alone are told apart; what did not end with a stop id was cut off."""
-    if reason in _ABORTED:
-        return "abort"
-    return "stop" if ids and ids[-1] in sampling.stop_token_ids else "length"
 
 
 def _oldest(trajectory: Trajectory) -> int:

@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import anyio
 
 from skyenv.core import Engine
 from skyenv.errors import EngineError, EnvError, boundary
-from skyenv.formats.contract import NativeFormat
+from skyenv.formats.contract import NativeFormat, Parsed
 from skyenv.recorder.tree import Conversations, Prompt
 from skyenv.recorder.wire import Answer, Finish, Refused, Request, bad
 from skyenv.renderer import Renderer
@@ -29,9 +32,12 @@ from skyenv.types import (
     SamplingParams,
     StopReason,
     ToolCall,
+    ToolSpec,
     Trajectory,
     Turn,
 )
+
+_ANYTHING: Mapping[str, Any] = MappingProxyType({"type": "object", "additionalProperties": True})
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +188,27 @@ class RecordedSession:
     def _read(
         self, text: str, request: Request, completion: Completion
     ) -> tuple[str, tuple[ToolCall, ...], str | None]:
-        """Visible text, calls, and what is wrong with them; text that cannot be read as calls is passed as text."""
+        """Visible text, calls, and what is wrong with them.
+
+        Arguments that do not fit their tool are the agent's to complain of, as with any server; text that cannot be
+        read as calls at all is passed as text.
+        """
         opened = self._renderer.thinking_open
         if not request.tools:
             return _visible(text, opened), (), None
-        parsed = self._renderer.format.parse(
-            text, request.tools, finish_reason=completion.finish_reason, thinking_open=opened
-        )
-        if parsed.error is not None:
-            return _visible(text, opened), (), parsed.error
-        return parsed.content, parsed.calls, None
+
+        def parse(tools: Sequence[ToolSpec]) -> Parsed:
+            return self._renderer.format.parse(
+                text, tools, finish_reason=completion.finish_reason, thinking_open=opened
+            )
+
+        parsed = parse(request.tools)
+        if parsed.error is None:
+            return parsed.content, parsed.calls, None
+        unchecked = parse([replace(spec, parameters=_ANYTHING) for spec in request.tools])
+        if unchecked.error is None and unchecked.calls:
+            return unchecked.content, unchecked.calls, parsed.error
+        return _visible(text, opened), (), parsed.error
 
 
 def recordable(renderer: Renderer) -> str | None:

@@ -4,9 +4,18 @@ A trajectory is one straight-line coroutine that owns its environment; the stage
 and one more lane caps live environments. Invariants: siblings are admitted together and in order; nothing is admitted
 beyond the live cap, so init never runs ahead of run; an environment is closed before its trajectory comes back, in a
 shielded scope with its own deadline, whatever happened; one failure never ends a sibling and is never replaced by one;
-every wait has a deadline; after the iteration ends, breaks or is cancelled no environment is left. Infrastructure
-failures start over with a fresh environment up to `max_attempts`, then come back as a typed `Failure` without a reward.
-Where an environment can share its beginning, siblings start from the first one's sandbox, so that init is paid once.
+every wait has a deadline (below); after the iteration ends, breaks or is cancelled no environment is left.
+Infrastructure failures start over with a fresh environment up to `max_attempts`, then come back as a typed `Failure`
+without a reward. Where an environment can share its beginning, siblings start from the first one's sandbox, so that
+init is paid once.
+
+What ends each wait, by its name in `Limits` where nothing else is said: for a place among the living environments
+`admission_timeout`; for a slot of a stage `queue_timeout`; for a sibling that prepares, half of `init_timeout`; in init
+`init_timeout`, in a turn (the engine's answer and its tool) `turn_timeout`, in all turns `wall_clock`, in an evaluation
+`eval_timeout`; before another attempt 30 s; all of these together, from admission on, `trajectory_timeout`; for
+closing, and for freeing what siblings share, `close_timeout`; for a prefetch `init_timeout`. What is opened ahead of an
+evaluation waits no longer than the turns last. A consumer that does not read holds back admission alone: nothing is
+held for it, and what ends that wait is its reading or its leaving.
 """
 
 from __future__ import annotations
@@ -24,6 +33,7 @@ from skyenv.renderer import Renderer
 from skyenv.rewards import reward_function
 from skyenv.rollout import RolloutOptions, TurnRules, byte_renderer
 from skyenv.types import Limits, SamplingParams, StopReason, Trajectory, TrajectoryGroup
+from skyenv.vector.closing import close
 from skyenv.vector.durations import Durations
 from skyenv.vector.lanes import Stages, StageWidths
 from skyenv.vector.metrics import Meter
@@ -145,8 +155,9 @@ class RolloutPipeline:
             if isinstance(env, Prefetches):
                 with boundary(EnvError, "env.aprefetch"), anyio.fail_after(self.limits.init_timeout):
                     await env.aprefetch(chosen, each)
-        except SkyEnvError as error:
-            logger.warning("prefetch of %d tasks: %s: %s", len(chosen), type(error).__name__, error)
+        except SkyEnvError as failed:
+            logger.warning("prefetch of %d tasks: %s: %s", len(chosen), type(failed).__name__, failed)
         finally:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(self.close_timeout):
-                await env.aclose()
+            error = await close(env, self.close_timeout)
+            if error is not None:
+                logger.warning("prefetch: not closed: %s", error)

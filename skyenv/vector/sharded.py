@@ -250,8 +250,14 @@ class ShardedPipeline:
                 self._dispatcher.leave(seat, reason)
 
     async def _open(self, link: ShardLink) -> int:
-        with anyio.move_on_after(self._rules.start_timeout):
-            return await link.open()
+        """Its live places. ConfigError is the user's; whatever else is wrong may be of that machine or moment."""
+        try:
+            with boundary(ShardLost, "opening"), anyio.move_on_after(self._rules.start_timeout):
+                return await link.open()
+        except (ConfigError, ShardLost):
+            raise
+        except SkyEnvError as error:
+            raise ShardLost(f"{type(error).__name__}: {error}") from error
         raise ShardLost(f"it was not up within {self._rules.start_timeout:g} s")
 
     async def _tell(self, link: ShardLink, seat: Seat) -> None:

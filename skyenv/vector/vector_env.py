@@ -34,9 +34,10 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from skyenv.core import Env
-from skyenv.errors import ConfigError, DeadlineExceeded, EnvError, ResetNeeded, SkyEnvError, boundary
+from skyenv.errors import ConfigError, DeadlineExceeded, ResetNeeded
 from skyenv.portal import Actor, Portal
 from skyenv.types import Step, ToolCall
+from skyenv.vector.closing import close
 
 logger = logging.getLogger(__name__)
 Action = ToolCall | Mapping[str, Any]
@@ -243,10 +244,8 @@ def _error(future: concurrent.futures.Future[Any], late: bool, timeout: float) -
 
 async def _freed(env: Env) -> None:
     """Close an environment, whatever ends its actor."""
-    try:
-        with anyio.CancelScope(shield=True), boundary(EnvError, "env.aclose"), anyio.fail_after(CLOSE_TIMEOUT):
-            await env.aclose()
-    except SkyEnvError as error:
+    error = await close(env, CLOSE_TIMEOUT)
+    if error is not None:
         logger.warning("not closed: %s", error)
 
 

@@ -32,6 +32,7 @@ from skyenv.rewards import checked, reward_function
 from skyenv.rollout import RolloutOptions, rollout
 from skyenv.types import Failure, StopReason, Trajectory
 from skyenv.vector.background import Background
+from skyenv.vector.closing import close
 from skyenv.vector.lanes import Lane, Stage, Stages
 from skyenv.vector.metrics import Meter, MeteredEngine
 from skyenv.vector.progress import WAIT_OF, Board, Item, Progress
@@ -293,7 +294,8 @@ class Work:
             yield
             return
         async with group.shared.beginning(self.pipeline.limits.init_timeout / 2) as beginning:
-            env.begin_with(beginning)
+            with boundary(EnvError, "env.begin_with"):
+                env.begin_with(beginning)
             yield
 
     async def _serve(
@@ -364,11 +366,8 @@ class Work:
             yield env
         finally:
             self.board.enter(item, "close")
-            try:
-                with anyio.CancelScope(shield=True), boundary(EnvError, "env.aclose"):
-                    with anyio.fail_after(self.pipeline.close_timeout):
-                        await env.aclose()
-            except SkyEnvError as error:
+            error = await close(env, self.pipeline.close_timeout)
+            if error is not None:
                 logger.warning("%s sample %d: not closed: %s", item.task_id, item.sample_index, error)
                 item.close_errors += 1
 

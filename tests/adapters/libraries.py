@@ -26,6 +26,6 @@ def run(library: str, module: str, folder: Path, *words: str) -> Any:
     out = folder / "out.json"
     there = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     command = [str(python(library)), "-m", module, str(out), *words]
-    done = subprocess.run(command, cwd=ROOT, env=there, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=there, capture_output=True, text=True, timeout=1700, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return json.loads(out.read_text())

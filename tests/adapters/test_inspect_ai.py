@@ -9,7 +9,7 @@ import pytest
 
 from tests.adapters.libraries import run
 
-pytestmark = [pytest.mark.adapter, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.adapter, pytest.mark.timeout(1800)]
 AS_ROOT = {  # a sandbox's only user is root, whom permissions do not stop
     "test_read_file_not_allowed",
     "test_write_text_file_without_permissions",

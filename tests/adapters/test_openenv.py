@@ -13,7 +13,7 @@ from skyenv.errors import ConfigError
 from tests.adapters import policies
 from tests.adapters.libraries import run
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def own() -> list[dict[str, Any]]:
 
 
 @pytest.mark.adapter
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("library", PLAYED)
 def test_adapter_rows_are_our_own(library: str, own: list[dict[str, Any]], tmp_path: Path) -> None:
     assert run(library, f"tests.adapters.playing.{library}", tmp_path) == own

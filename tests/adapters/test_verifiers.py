@@ -11,7 +11,7 @@ from sky_trainer.tiny import make_model
 from tests.adapters import policies
 from tests.adapters.libraries import run
 
-pytestmark = [pytest.mark.adapter, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.adapter, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.adapters.libraries import run
 
-pytestmark = [pytest.mark.adapter, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.adapter, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,11 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from hypothesis import settings
 
 import skyenv
 from skyenv.core import SandboxProvider
 from skyenv.errors import SandboxConflict, SandboxPathError
 from skyenv.types import FileInfo
-
-settings.register_profile("no-deadline", deadline=None)  # a loaded machine is not a failing example
-settings.load_profile("no-deadline")
 
 
 def refuse(code: int, path: str) -> SandboxPathError:

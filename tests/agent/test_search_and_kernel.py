@@ -118,12 +118,12 @@ async def test_cells_share_a_namespace(client: SandboxProvider) -> None:
 
 async def test_hostile_cells(client: SandboxProvider) -> None:
     async with client.sandbox() as box:
-        kernel = IPython(max_chars=2000, timeout=20.0)
+        kernel = IPython(max_chars=2000, timeout=60.0)
         await call(kernel, box, code="x = 1")
-        slow = await call(kernel, box, code="import time\nprint('begun')\ntime.sleep(100)", timeout=1)
+        slow = await call(kernel, box, code="import time\nprint('begun')\ntime.sleep(100)", timeout=5)
         assert slow.startswith("begun")
         assert "KeyboardInterrupt" in slow
-        assert "ran longer than 1 seconds" in slow
+        assert "ran longer than 5 seconds" in slow
         assert await call(kernel, box, code="x") == "1"
         stubborn = "while True:\n    try:\n        time.sleep(100)\n    except KeyboardInterrupt:\n        pass"
         assert "process ended" in await call(kernel, box, code=stubborn, timeout=1)
@@ -155,12 +155,12 @@ async def test_no_python_no_kernel(client: SandboxProvider) -> None:
 
 async def test_openhands_shell(client: SandboxProvider) -> None:
     async with client.sandbox() as box:
-        shell = OpenHandsBash(soft_timeout=0.5)
+        shell = OpenHandsBash(soft_timeout=2.5)
         answer = (await call(shell, box, command="cd /tmp; echo hi; false")).split("\n")
         assert answer[:3] == ["hi", "[The command completed with exit code 1.]", "[Current working directory: /tmp]"]
         assert answer[-1] == "[Command finished with exit code 1]"
         assert (await call(shell, box, command="echo $?")).startswith("1\n")
-        assert "has no new output after 0.5 seconds" in await call(shell, box, command="sleep 100")
+        assert "has no new output after 2.5 seconds" in await call(shell, box, command="sleep 100")
         assert "is NOT executed" in await call(shell, box, command="ls")
         assert "CTRL+C was sent" in await call(shell, box, command="C-c", is_input="true")
         assert (await call(shell, box, command="echo free")).startswith("free\n")

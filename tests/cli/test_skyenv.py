@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import signal
 import subprocess
@@ -17,6 +18,12 @@ PROGRAM = Path(sys.executable).parent / "skyenv"
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=500, check=False, cwd=cwd)
+
+
+@pytest.mark.parametrize("program", ["skyenv", "sky_trainer"])
+def test_version(program: str) -> None:
+    answer = subprocess.run([PROGRAM.parent / program, "--version"], capture_output=True, text=True, check=True)
+    assert answer.stdout == importlib.metadata.version("skyenv") + "\n"
 
 
 def test_list_and_show() -> None:

@@ -20,7 +20,7 @@ OPTIONS = {
     "vllm": ("--max-model-len", "4096", "--max-num-seqs", "64"),
     "sglang": ("--mem-fraction-static", "0.1", "--max-total-tokens", "40000"),
 }
-READY_WITHIN = 600.0
+READY_WITHIN = 1200.0
 
 
 def spec(flavour: Literal["vllm", "sglang"], model: Path, *options: str, **env: str) -> ServerSpec:

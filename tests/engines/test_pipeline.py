@@ -30,7 +30,7 @@ pytestmark = pytest.mark.engine
 LIMITS = Limits(max_turns=4, max_context=4000, turn_timeout=120.0)
 TASKS = ["clamp-upper-bound"]
 GROUP = 2
-UPDATES = 3
+UPDATES = 8
 
 
 class Babble(WrappedFormat):

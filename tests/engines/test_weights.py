@@ -113,7 +113,7 @@ def test_rollouts_go_on_across_an_update(portal: BlockingPortal, server: RealSer
         weights.push(0)
         prompts = [[*PROMPT, number] for number in range(5, 13)]
         under_way = [portal.start_task_soon(pool.generate, prompt, sampling) for prompt in prompts]
-        while portal.call(running, pool) < len(prompts) // 2:
+        while portal.call(running, pool) < len(prompts) // 2 and not any(future.done() for future in under_way):
             portal.call(anyio.sleep, 0.01)
         step(model, 0)
         weights.push(1)

@@ -61,7 +61,7 @@ async def image_shelf(provider: SandboxProvider, images: Mapping[str, Build]) ->
 
 async def run(box: Sandbox, command: str) -> str:
     """Run a command that has to succeed."""
-    result = await box.exec(command, timeout=120.0)
+    result = await box.exec(command, timeout=400.0)
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -80,7 +80,7 @@ def row(runner: str = "unittest", **changes: Any) -> dict[str, Any]:
         "fail_to_pass": [f"tests/test_calc.py::{kind}::{name}" for name in ("test_add", "test_add_negative")],
         "pass_to_pass": [f"tests/test_calc.py::{kind}::test_mul"],
         "reference": {"patch": GOLD},
-        "timeout": 20,
+        "timeout": 120,
         **changes,
     }
 
@@ -94,6 +94,6 @@ async def grade_script(provider: SandboxProvider, task: SweTask, script: str) ->
     environments = Environments.of(provider)
     async with environments.open(task) as box:
         await start_repository(box, task.repo_path)
-        await box.exec(script, timeout=60.0)
+        await box.exec(script, timeout=300.0)
         tree = await read_agent(task, box, environments)
     return await grade_work_tree(task, tree, environments)

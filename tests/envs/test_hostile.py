@@ -181,7 +181,7 @@ def test_cheating_does_not_pay(everywhere: Sandboxes, name: str) -> None:
 def test_hang_is_a_timeout(everywhere: Sandboxes) -> None:
     verdict = everywhere.run(partial(_grade, script=code("while True: pass"), timeout=1))
     assert (verdict["status"], verdict["reward"]) == ("timeout", 0.0)
-    assert verdict["seconds"] < 20
+    assert verdict["seconds"] < 120
 
 
 def test_too_many_files(everywhere: Sandboxes) -> None:

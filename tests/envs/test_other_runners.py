@@ -117,7 +117,7 @@ def task(kind: str, **changes: Any) -> SweTask:
         "fail_to_pass": [ids[0]],
         "pass_to_pass": [ids[1]],
         "reference": {"patch": GOLD},
-        "timeout": 20,
+        "timeout": 120,
         **changes,
     }
     return parse_task(row, "test", Path.cwd())

@@ -99,12 +99,12 @@ def test_cancelling_ends_the_actor_and_finalises() -> None:
     with Portal() as portal:
         actor = portal.actor(finalise)
         running, queued = actor.submit(wait), actor.submit(partial(value, 1))
-        assert started.wait(5)
+        assert started.wait(100)
         actor.cancel()
-        assert ended.wait(5)
+        assert ended.wait(100)
         for future in (running, queued):
             with pytest.raises(anyio.ClosedResourceError):
-                future.result(5)
+                future.result(100)
         assert actor.ended
         actor.close()
 

@@ -156,7 +156,7 @@ def test_it_is_an_environment_like_any(sandboxes: Sandboxes, tally: Path) -> Non
 
 
 def test_the_agents_time_is_the_tasks(sandboxes: Sandboxes, tmp_path: Path) -> None:
-    toml = str(TALLY["task.toml"]).replace("timeout_sec = 300", "timeout_sec = 2")
+    toml = str(TALLY["task.toml"]).replace("timeout_sec = 300", "timeout_sec = 4")
     folder = write_harbor(tmp_path / "tally", **{**TALLY, "task.toml": toml})
 
     async def late(provider: SandboxProvider) -> None:

@@ -23,7 +23,7 @@ class TestCluster:
         """Options of a kubernetes backend."""
         return {
             "namespace": namespace, "init_image": self.image("node"), "image": self.image("debian"),
-            "pull_policy": self.pull_policy, "start_timeout": 60.0, **more,
+            "pull_policy": self.pull_policy, "start_timeout": 300.0, **more,
         }  # fmt: skip
 
 

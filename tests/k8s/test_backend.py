@@ -74,7 +74,7 @@ async def gone(namespace: str) -> bool:
     return all(pod["status"]["phase"] in ("Succeeded", "Failed") for pod in pods)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 async def test_the_contract_of_sandboxes(cluster: TestCluster, namespace: str) -> None:
     async with client_of(cluster.options(namespace)) as client:
         await check_sandbox(client)
@@ -90,14 +90,14 @@ async def test_any_image_and_typed_ends(cluster: TestCluster, namespace: str) ->
             data = bytes(range(256)) * 20_000
             await box.write_file("/root/big", data)
             assert await box.read_file("/root/big") == data
-            eaten = await box.exec("x=$(head -c 200000000 /dev/zero | tr '\\0' x); echo $?", timeout=30.0)
+            eaten = await box.exec("x=$(head -c 200000000 /dev/zero | tr '\\0' x); echo $?", timeout=100.0)
             assert eaten.oom, eaten
         async with client.sandbox(image=cluster.image("busybox")) as box:
             (pod,) = [pod for pod in pods_of(namespace) if not pod["metadata"].get("deletionTimestamp")]
             kubectl("delete", "pod", "-n", namespace, pod["metadata"]["name"], "--grace-period=0", "--force")
             for _twice in range(2):
                 with pytest.raises(SandboxLost, match="the pod was deleted"), anyio.fail_after(100):
-                    await box.exec("sleep 30")
+                    await box.exec("sleep 600")
         with pytest.raises(ConfigError, match="image nowhere/none:1"):
             async with client.sandbox(image="nowhere/none:1"):
                 pass
@@ -115,20 +115,20 @@ async def test_a_quota_is_a_reason_to_come_back(cluster: TestCluster, namespace:
 
 
 async def test_what_a_killed_server_leaves_ends_by_itself(cluster: TestCluster, namespace: str) -> None:
-    options = cluster.options(namespace, node="dies", adoption_timeout=3.0)
+    options = cluster.options(namespace, node="dies", adoption_timeout=15.0)
     with served(options) as (process, url):
         async with connect(url, "secret") as client, contextlib.AsyncExitStack() as stack:
             box = await stack.enter_async_context(client.sandbox())
             await box.exec("sleep 1000 &")
             process.send_signal(signal.SIGKILL)
             process.wait()
-            await until(lambda: gone(namespace), 20.0)
+            await until(lambda: gone(namespace), 200.0)
             stack.pop_all()
     left = [pod["metadata"]["name"] for pod in pods_of(namespace)]
     assert len(left) == 1, "the object itself stays until another node server sweeps"
     backend = backends.get("kubernetes", **cluster.options(namespace, node="other"))
     async with backend.open():
-        await until(lambda: _swept(backend), 30.0)
+        await until(lambda: _swept(backend), 200.0)
     assert pods_of(namespace) == []
 
 

@@ -43,7 +43,9 @@ def definitions(cluster: TestCluster) -> Iterator[None]:
     if f"sandboxclaims.{GROUP}" in known:
         pytest.fail("this cluster has agent-sandbox; the stand-in would be in its way", pytrace=False)
     kubectl("apply", "-f", "-", text=text)
-    kubectl("wait", "--for=condition=established", "--timeout=30s", *(f"crd/{kind.lower()}s.{GROUP}" for kind in kinds))
+    kubectl(
+        "wait", "--for=condition=established", "--timeout=300s", *(f"crd/{kind.lower()}s.{GROUP}" for kind in kinds)
+    )
     yield
     kubectl("delete", "-f", "-", text=text)
 
@@ -88,7 +90,7 @@ async def test_a_claim_brings_a_pod_that_waits(cluster: TestCluster, namespace: 
         **template["spec"]["podTemplate"],
     }  # fmt: skip
     kubectl("apply", "-n", namespace, "-f", "-", text=yaml.safe_dump(warm))
-    kubectl("wait", "-n", namespace, "--for=condition=ready", "--timeout=60s", "pod/few-1")
+    kubectl("wait", "-n", namespace, "--for=condition=ready", "--timeout=300s", "pod/few-1")
     controller = Controller(namespace)
     controller.start()
     try:

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import anyio
+
+from skyenv.remote.client import SandboxClient
 from tests.ports import free_port
 
 
@@ -64,3 +67,10 @@ def fleet_in(folder: Path) -> Iterator[Fleet]:
     finally:
         for name in sorted(fleet.running, key=lambda name: name == "gateway"):
             assert fleet.end(name) in (0, -signal.SIGKILL)
+
+
+async def nodes_known(client: SandboxClient, count: int) -> None:
+    """Return once the gateway has heard of so many nodes."""
+    with anyio.fail_after(100):
+        while (await client.health())["nodes"] != count:
+            await anyio.sleep(0.05)

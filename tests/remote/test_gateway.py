@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from fleet_processes import Fleet, fleet_in
+from fleet_processes import Fleet, fleet_in, nodes_known
 
 from skyenv.errors import ConfigError, SandboxProtocolError, SandboxUnavailable
 from skyenv.remote.client import SandboxClient, connect
@@ -36,12 +36,6 @@ async def reached(fleet: Fleet) -> AsyncIterator[SandboxClient]:
     async with connect(fleet.url, "alices-token") as client:
         await nodes_known(client, 2)
         yield client
-
-
-async def nodes_known(client: SandboxClient, count: int) -> None:
-    with anyio.fail_after(100):
-        while (await client.health())["nodes"] != count:
-            await anyio.sleep(0.05)
 
 
 def raw(fleet: Fleet, token: str = "alices-token", **headers: str) -> httpx.AsyncClient:

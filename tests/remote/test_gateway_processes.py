@@ -12,10 +12,10 @@ from pathlib import Path
 
 import anyio
 import pytest
-from fleet_processes import Fleet, fleet_in
+from fleet_processes import Fleet, fleet_in, nodes_known
 
 from skyenv.errors import SandboxPathError, SandboxUnavailable
-from skyenv.remote.client import SandboxClient, connect
+from skyenv.remote.client import connect
 from tests.ports import free_port
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
@@ -26,12 +26,6 @@ BLOCK = re.compile(r"<!-- (\w+)(?: (\S+))? -->\n```\w+\n(.*?)```", re.DOTALL)
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     with fleet_in(tmp_path) as fleet:
         yield fleet
-
-
-async def nodes_known(client: SandboxClient, count: int) -> None:
-    with anyio.fail_after(100):
-        while (await client.health())["nodes"] != count:
-            await anyio.sleep(0.05)
 
 
 class Page:

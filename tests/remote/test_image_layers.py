@@ -155,7 +155,9 @@ MEMBERS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(st.lists(MEMBERS, max_size=8))
 def test_nothing_is_ever_written_outside(tmp_path: Path, members: list[tuple[tarfile.TarInfo, bytes | None]]) -> None:
     top = tmp_path / "run"

@@ -27,7 +27,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 LOOPBACK = "127.0.0.1"
 STORE_BYTES = 80 << 20
-START_SECONDS = 150.0
+START_SECONDS = 300.0
 HEAD = ("--head", "--port=0", "--include-dashboard=false")
 SETTINGS = {
     "RAY_health_check_initial_delay_ms": "1000",

@@ -186,4 +186,4 @@ def serving(server: Server) -> Iterator[Server]:
             yield server
         finally:
             runner.should_exit = True
-            thread.join(10)
+            thread.join(100)

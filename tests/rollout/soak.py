@@ -43,7 +43,7 @@ from tests.rollout.adventure import RENDERER
 
 TOKEN = "soak"
 INFRASTRUCTURE = {"SandboxLost", "SandboxUnavailable", "EngineUnavailable", "EngineError", "DeadlineExceeded"}
-STANDSTILL = 180.0
+STANDSTILL = 400.0
 LIVE, SAMPLES = 32, 4
 
 
@@ -135,7 +135,7 @@ def servers_in(folder: Path, seconds: float) -> Iterator[Servers]:
         def end() -> None:
             for name, process in servers.running.items():
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(60) in (0, -signal.SIGTERM), name
+                assert process.wait(300) in (0, -signal.SIGTERM), name
             assert list(servers.state.glob("skyenv-*")) == []
             assert str(servers.state) not in Path("/proc/mounts").read_text()
 
@@ -148,10 +148,11 @@ def children(pid: int) -> list[int]:
 
 
 class Storm:
-    """Kills something whenever `calm` more trajectories are back; `blows` says what, over and over."""
+    """Kills something whenever `calm` more trajectories are back; an engine once it has something to answer."""
 
-    def __init__(self, servers: Servers, run: TrajectoryRun, seed: int, calm: int, blows: tuple[str, ...]) -> None:
-        self.servers, self._run, self._calm = servers, run, calm
+    def __init__(self, servers: Servers, run: TrajectoryRun, pool: EnginePool, seed: int, calm: int) -> None:
+        self.servers, self._run, self._pool, self._calm = servers, run, pool, calm
+        blows = ("one", "sandbox", "node", "sandbox", "two", "sandbox")
         self._blows = itertools.cycle(blows)
         self._rng = random.Random(seed)
         self.kills: Counter[str] = Counter()
@@ -172,8 +173,15 @@ class Storm:
                 await anyio.sleep(0.02)
         os.kill(self._rng.choice(inits), signal.SIGKILL)
 
+    def _busy(self, name: str) -> bool:
+        """Whether a server has something to do that dies with it."""
+        return name == "node" or any(row.requests for row in self._pool.stats if row.url == self.servers.url(name))
+
     async def _server(self, name: str) -> None:
         """The next one stands up after a moment in which nobody answers."""
+        with anyio.fail_after(STANDSTILL):
+            while not self._busy(name):
+                await anyio.sleep(0.02)
         await to_thread.run_sync(self.servers.kill, name)
         await anyio.sleep(self._rng.uniform(0.0, 1.0))
         self.servers.start(name)
@@ -260,7 +268,7 @@ async def soak(
     started = time.monotonic()
     with servers_in(folder, latency) as servers:
         async with pipeline_on(servers, meter) as (pipeline, pool), pipeline.run(tasks(), SAMPLES) as run:
-            storm = Storm(servers, run, seed, calm, ("one", "sandbox", "node", "sandbox", "two", "sandbox"))
+            storm = Storm(servers, run, pool, seed, calm)
             async with anyio.create_task_group() as group:
                 group.start_soon(storm.rage)
                 async for trajectory in run:
@@ -271,7 +279,7 @@ async def soak(
             await answers(servers.ports["node"])
             lost = sum(server.lost for server in pool.stats)
             numbers = meter.numbers()
-        with anyio.move_on_after(60.0):
+        with anyio.move_on_after(300.0):
             while servers.left():
                 await anyio.sleep(0.1)
         left = servers.left()

@@ -134,7 +134,7 @@ async def test_sampling_is_passed_unchanged_and_neutral_values_are_explicit(serv
 
 
 async def test_the_version_is_that_of_the_start_of_the_request() -> None:
-    with serving(Server(delay=0.1)) as server:
+    with serving(Server(delay=600.0)) as server:
         async with OpenAIEngine(server.url) as engine, anyio.create_task_group() as group:
             versions = []
 
@@ -144,7 +144,7 @@ async def test_the_version_is_that_of_the_start_of_the_request() -> None:
             engine.policy_version = 1
             group.start_soon(one)
             await until(lambda: server.running == 1)
-            engine.policy_version = 2
+            engine.policy_version, server.delay = 2, 0.0
         assert versions == [1]
 
 
@@ -289,12 +289,11 @@ async def test_a_server_that_is_not_there() -> None:
 
 
 async def test_a_server_that_stalls(server: Server) -> None:
-    server.delay = 5.0
-    async with OpenAIEngine(server.url, timeout=0.2) as engine:
-        with pytest.raises(EngineError, match=r"did not answer within 0\.2 s"):
+    server.delay = 600.0
+    async with OpenAIEngine(server.url, timeout=1.5) as engine:
+        with pytest.raises(EngineError, match=r"did not answer within 1\.5 s"):
             await ask(engine)
-        await until(lambda: server.running == 0)
-        assert server.hung_up == 1
+        await until(lambda: server.hung_up == 1 and server.running == 0)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -304,17 +303,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_cancelling_aborts_the_request(server: Server) -> None:
-    server.delay = 30.0
+    server.delay = 600.0
     async with OpenAIEngine(server.url) as engine:
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as group:
                 group.start_soon(ask, engine)
                 await until(lambda: server.running == 1)
-                started = time.monotonic()
                 scope.cancel()
-        assert time.monotonic() - started < 15  # half of what the answer takes
-        await until(lambda: server.running == 0)
-        assert server.hung_up == 1
+        await until(lambda: server.hung_up == 1 and server.running == 0)
         if server.owner == "sglang":
             assert server.aborted == [server.bodies[0]["rid"]]
 

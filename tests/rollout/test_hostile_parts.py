@@ -15,14 +15,16 @@ import numpy as np
 import pytest
 
 from skyenv import formats
+from skyenv.core import Beginning, Task
 from skyenv.engines.scripted import ScriptedEngine
 from skyenv.errors import ConfigError, EnvError, SandboxUnavailable, boundary
 from skyenv.renderer import ByteTokenizer, Renderer
 from skyenv.rollout import RolloutOptions
-from skyenv.types import Completion, Limits, Message, SamplingParams, Step, ToolCall, ToolSpec, Trajectory
+from skyenv.types import Completion, Limits, Message, SamplingParams, Step, StopReason, ToolCall, ToolSpec, Trajectory
 from skyenv.vector.pipeline import RolloutPipeline
 from skyenv.vector.stopping import FailureThreshold
 from tests.rollout.adventure import RENDERER, WIN, Adventure, Ledger, Plan, Quest, virtual
+from tests.rollout.camp import Camp, Camper, Sharing
 
 BAD = "q1"
 
@@ -172,6 +174,56 @@ def test_an_environment_that_answers_nonsense(promise: str, value: Any, message:
     ledger = Ledger()
     found = virtual(lambda: roll_out(ledger, lambda: Odd(ledger, promise, value)))
     check(found, "run", "EnvError", message)
+
+
+class Program(Odd):
+    """Plays itself, and dies of a bug in the bad task."""
+
+    async def aplay(self, engine: Any, renderer: Any, trajectory: Trajectory, limits: Any, sampling: Any) -> StopReason:
+        assert self._quest is not None
+        if self._quest.task_id == BAD:
+            raise KeyError("agent")
+        self._found = True
+        return StopReason.FINISH
+
+
+class Unprepared(Odd):
+    """Raises when it is told how its siblings begin."""
+
+    def begin_with(self, beginning: Beginning) -> None:
+        raise KeyError("beginning")
+
+
+def test_an_agent_program_that_raises() -> None:
+    ledger = Ledger()
+    check(virtual(lambda: roll_out(ledger, lambda: Program(ledger))), "run", "EnvError", "KeyError: 'agent'")
+    assert ledger.live == 0
+
+
+def test_an_environment_that_cannot_be_told_its_beginning() -> None:
+    ledger = Ledger()
+    found = virtual(lambda: roll_out(ledger, lambda: Unprepared(ledger)))
+    assert len(found) == 6
+    assert {t.failure.kind if t.failure else "" for t in found} == {"EnvError"}
+    assert ledger.closed == ledger.made == 6
+
+
+@pytest.mark.parametrize("close", [{"close_error": OSError("no")}, {"close": 1e9}])
+def test_a_prefetch_whose_environment_does_not_close(close: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    camp = Camp()
+
+    class Held(Camper):
+        async def aprefetch(self, tasks: Sequence[Task | str], count: int) -> None:
+            await self.areset()
+
+    async def main() -> None:
+        plan = Plan(**close)
+        make_env = lambda: Held(camp, lambda task_id: plan, Sharing(prepare=0.0))  # noqa: E731
+        with anyio.fail_after(100):
+            await RolloutPipeline(engine=ScriptedEngine(RENDERER, WIN), make_env=make_env).prefetch(["q0"])
+
+    virtual(main)
+    assert "not closed" in caplog.text
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "much", True])

@@ -15,7 +15,7 @@ from skyenv.vector.sharded import ShardRules
 from skyenv.vector.wire import PipelineSpec
 from tests.rollout.ray_nodes import LOOPBACK, RayNode, ray_nodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
 TASK = "clamp-upper-bound"
 
@@ -50,8 +50,8 @@ async def none_left(mark: str) -> None:
 
 async def test_a_node_dies_in_the_middle_of_a_run(nodes: list[RayNode]) -> None:
     found: list[Trajectory] = []
-    async with ray_pipeline(spec("sleep 1.0731"), ShardRules(shards=2, start_timeout=200.0)) as pipeline:
-        with anyio.fail_after(120):
+    async with ray_pipeline(spec("sleep 1.0731"), ShardRules(shards=2, start_timeout=400.0)) as pipeline:
+        with anyio.fail_after(400):
             while len(pipeline.shards) < 2:
                 await anyio.sleep(0.05)
         run = pipeline.run([TASK] * 6, 2)
@@ -76,7 +76,7 @@ async def test_a_node_dies_in_the_middle_of_a_run(nodes: list[RayNode]) -> None:
 async def test_leaving_a_run_frees_the_sandboxes_of_other_processes(nodes: list[RayNode]) -> None:
     async with ray_pipeline(spec("sleep 600.0732"), ShardRules(shards=1, beat=0.2)) as pipeline:
         async with pipeline.run([TASK] * 4, 2) as run:
-            with anyio.move_on_after(120) as scope:
+            with anyio.move_on_after(400) as scope:
                 async with anyio.create_task_group() as group:
 
                     async def until_both_run() -> None:

@@ -6,7 +6,7 @@ The shards are real ones on the test's own loop, behind a link that can be cut o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyenv.engines.scripted import ScriptedEngine
-from skyenv.errors import ConfigError, ShardLost, SkyEnvError
+from skyenv.errors import ConfigError, EngineUnavailable, ShardLost, SkyEnvError
 from skyenv.types import Failure, Message, Segment, StopReason, ToolCall, Trajectory, Turn
 from skyenv.vector.merged import merged_numbers
 from skyenv.vector.metrics import Meter
@@ -313,6 +313,55 @@ def test_a_wrong_configuration_is_said_at_once() -> None:
                 pass
 
     virtual(main)
+
+
+@dataclass
+class Opening(Fleet):
+    """A fleet whose shards do `open` first, each time they are started, with their index and which start it is."""
+
+    opening: Callable[[int, int], Awaitable[None]] = field(kw_only=True)
+
+    @asynccontextmanager
+    async def start(self, index: int) -> AsyncIterator[ShardLink]:
+        async with super().start(index) as link:
+            assert isinstance(link, Link)
+            whole, number = link.shard._open_pipeline, self.started[index]
+
+            @asynccontextmanager
+            async def opened() -> AsyncIterator[RolloutPipeline]:
+                await self.opening(index, number)
+                async with whole() as pipeline:
+                    yield pipeline
+
+            link.shard._open_pipeline = opened
+            yield link
+
+
+@pytest.mark.parametrize("trouble", ["hangs", "is not answered", "has a bug", "dies"])
+def test_a_shard_whose_opening_fails_is_started_again_beside_the_others(trouble: str) -> None:
+    async def opening(index: int, number: int) -> None:
+        if index == 0 or number > 2:
+            return
+        if trouble == "is not answered":
+            raise EngineUnavailable("no server yet")
+        if trouble == "has a bug":
+            raise ValueError("half a machine")
+        if trouble == "dies":
+            fleet.links[index].dead.set()
+        await anyio.sleep_forever()
+
+    fleet = Opening(opening=opening, plan=lambda task_id, shard: Plan(init=10.0, step=10.0))
+
+    async def main() -> list[Trajectory]:
+        async with fleet.pipeline(start_timeout=20.0) as pipeline:
+            return [trajectory async for trajectory in pipeline.run(tasks(12), 2)]
+
+    found = virtual(main)
+    assert places(found) == wanted(12, 2)
+    assert all(t.reward == 1.0 for t in found)
+    assert (fleet.started[0], fleet.started[1]) == (1, 3)
+    assert fleet.groups[1] or fleet.links[1].groups
+    assert fleet.live == 0
 
 
 @pytest.mark.parametrize("way", ["break", "cancel", "close"])

@@ -13,7 +13,7 @@ from tests.rollout.soak import soak
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 async def test_every_sample_comes_back_once_whatever_dies(tmp_path: Path) -> None:
     result = await soak(tmp_path, 0, count=20, calm=6)
     assert result["trajectories"] == 80

@@ -124,7 +124,7 @@ def test_processes_that_write_at_once_do_not_mix_lines(tmp_path: Path) -> None:
         "for n in range(50): append_trajectories(Path(sys.argv[1]), [Trajectory(sys.argv[2] * 3000, n)])"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, path, name]) for name in "ab"]
-    assert [writer.wait(60) for writer in writers] == [0, 0]
+    assert [writer.wait(300) for writer in writers] == [0, 0]
     seen = [(trajectory.task_id[0], trajectory.group_id) for trajectory in read_trajectories(path)]
     assert sorted(seen) == [(name, n) for name in "ab" for n in range(50)]
 

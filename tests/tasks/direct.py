@@ -34,7 +34,7 @@ def run_tests(files: Mapping[str, bytes], tests: Mapping[str, bytes], root: Path
         path.removesuffix(".py").replace("/", ".") for path in sorted(tests) if Path(path).name.startswith("test_")
     ]
     done = subprocess.run(
-        [sys.executable, "-S", "-E", "-c", SCRIPT, *modules], cwd=root, capture_output=True, text=True, timeout=30
+        [sys.executable, "-S", "-E", "-c", SCRIPT, *modules], cwd=root, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes: dict[str, bool] = json.loads(done.stdout.splitlines()[-1])

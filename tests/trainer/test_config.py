@@ -46,6 +46,8 @@ from skyenv.vector.lanes import StageWidths
         ({"tasks": {"source": 7}}, "tasks.source is 7; write text"),
         ({"grpo": [1]}, "grpo is [1]; write a mapping"),
         ({"micro_batch": 7}, "micro_batch is 7, which does not divide the 32 rows"),
+        ({"rollout": {"deadlines": {"wall_clock": 5}}}, "rollout.deadlines.wall_clock: choose of init_timeout, turn_"),
+        ({"rollout": {"deadlines": {"init_timeout": 0}}}, "rollout.deadlines.init_timeout is 0; write a number of s"),
         ({"rollout": {"format": "hermis"}}, "rollout.format: unknown tool-call format 'hermis'; did you mean 'hermes'"),
         ({"rollout": {"format": "no.such:Thing"}}, "rollout.format: cannot import 'no.such'"),
         ({"rollout": {"format": ".:Thing"}}, "rollout.format: cannot import '.'"),
@@ -208,12 +210,21 @@ def test_scripts_are_never_asked_for_a_summary() -> None:
 
 
 def test_slots_and_order_reach_the_pipeline() -> None:
-    data = {"concurrency": 6, "init_concurrency": 2, "eval_concurrency": 3, "grade_ahead": 2, "longest_first": True}
+    deadlines = {"admission_timeout": 60, "eval_timeout": 90.5}
+    data = {
+        "deadlines": deadlines,
+        "concurrency": 6,
+        "init_concurrency": 2,
+        "eval_concurrency": 3,
+        "grade_ahead": 2,
+        "longest_first": True,
+    }
     config = from_mapping({"rollout": data})
     parts = (ScriptedEngine(byte_renderer(), []), byte_renderer(), cast(SandboxProvider, None), load_tasks("builtin"))
     pipeline = make_pipeline(*parts, config.env, config.rollout)
     assert pipeline.widths == StageWidths(init=2, run=6, eval=3, live=6, ahead=2)
     assert pipeline.longest_first is not None
+    assert (pipeline.limits.admission_timeout, pipeline.limits.eval_timeout) == (60, 90.5)
     assert make_pipeline(*parts, config.env, RolloutConfig()).longest_first is None
     with pytest.raises(ConfigError, match=r"rollout\.grade_ahead is -1"):
         from_mapping({"rollout": {"grade_ahead": -1}})

@@ -175,10 +175,11 @@ async def test_impossible_prompts(model: Any, tokenizer: Any, prompt: list[int],
 
 
 async def test_closed_engines_refuse_and_waiting_calls_end(model: Any, tokenizer: Any) -> None:
-    engine = open_engine(model, tokenizer)
+    engine = HFEngine(model, tokenizer.decode, [])  # nothing that is sampled ends an answer
     with pytest.raises(EngineError, match="closed"):
         await engine.generate([5], LONG)
-    ended: list[str] = []
+    ended, stepped = list[str](), anyio.Event()
+    model.register_forward_hook(lambda *_: anyio.from_thread.run_sync(stepped.set))
 
     async def wait() -> None:
         try:
@@ -189,7 +190,7 @@ async def test_closed_engines_refuse_and_waiting_calls_end(model: Any, tokenizer
     async with anyio.create_task_group() as group:
         async with engine:
             group.start_soon(wait)
-            await anyio.sleep(0.05)
+            await stepped.wait()
     assert ended == ["the engine was closed"]
 
 

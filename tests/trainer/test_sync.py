@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -211,12 +212,13 @@ def test_a_rollout_goes_on_across_an_update(portal: BlockingPortal, racked: Rack
     weights.push(0)
     long = SamplingParams(max_tokens=200, stop_token_ids=(299,), seed=3)
 
+    begun = threading.Event()
+    racked.models[0].register_forward_hook(lambda *_: begun.set())
     under_way = portal.start_task_soon(racked.servers[0].engine.generate, [5, 6, 7], long)
-    while "/generate" not in racked.cables[0].asked:
-        portal.call(anyio.sleep, 0.01)
+    assert begun.wait(100)
     step(model, 0.01)
     weights.push(1)
-    answer = under_way.result(60)
+    answer = under_way.result(300)
     assert answer.policy_version == 0
     assert answer.finish_reason in ("length", "stop")
     assert ask(portal, racked).policy_version == 1

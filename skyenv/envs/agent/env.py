@@ -94,7 +94,7 @@ class AgentEnv(SWEEnv):
         variables = {
             **{"OPENAI_BASE_URL": f"{local}/v1", "OPENAI_API_BASE": f"{local}/v1", "OPENAI_API_KEY": session.key},
             **{"ANTHROPIC_BASE_URL": local, "ANTHROPIC_API_KEY": session.key, "ANTHROPIC_AUTH_TOKEN": session.key},
-            **{"SKYENV_ISSUE_FILE": ISSUE, "SKYENV_MODEL": MODEL, **self._variables},
+            **{"CODEX_API_KEY": session.key, "SKYENV_ISSUE_FILE": ISSUE, "SKYENV_MODEL": MODEL, **self._variables},
         }
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
         command = f'(export {exports} SKYENV_ISSUE="$(cat {ISSUE})"\n{self._command}\n)'

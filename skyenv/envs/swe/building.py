@@ -136,7 +136,7 @@ class ImageEngine:
                 await self._must(build, ["tag", remote, build.image], tell)
             else:
                 done = "built"
-                await self._must(build, ["build", "--tag", build.image, str(build.context)], tell)
+                await self._must(build, ["build", "--force-rm", "--tag", build.image, str(build.context)], tell)
         if remote is not None and done != "fetched":
             await self._must(build, ["tag", build.image, remote], tell)
             await self._must(build, ["push", remote], tell)

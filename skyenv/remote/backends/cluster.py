@@ -1,4 +1,4 @@
-"""A connection to a Kubernetes API: a watched set of pods, held execs, and a lease. Loads kubernetes_asyncio lazily.
+"""A connection to a Kubernetes API: a watched set of pods, and held execs. Loads kubernetes_asyncio lazily.
 
 `Cluster` owns its HTTP client. Every wait has a deadline; failures come out as our errors.
 """
@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from skyenv.remote.backends.pods import CONTAINER, MANAGED, NODE, Pod
 REQUEST_TIMEOUT = 30.0
 WATCH_SECONDS = 240
 FRAME = 1 << 15
-_SELECTOR = f"{MANAGED}=skyenv"
+SELECTOR = f"{MANAGED}=skyenv"
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _MERGE = "application/merge-patch+json"
 
@@ -79,7 +78,7 @@ class Cluster:
         known = False
         while True:
             try:
-                listing = await self.call("GET", self.path("pods"), query={"labelSelector": _SELECTOR})
+                listing = await self.call("GET", self.path("pods"), query={"labelSelector": SELECTOR})
                 self.pods = {pod["metadata"]["name"]: pod for pod in listing["items"]}
                 self._tell()
                 if not known:
@@ -108,7 +107,7 @@ class Cluster:
         import aiohttp
 
         query = {
-            "labelSelector": _SELECTOR, "watch": "true", "resourceVersion": version, "timeoutSeconds": WATCH_SECONDS,
+            "labelSelector": SELECTOR, "watch": "true", "resourceVersion": version, "timeoutSeconds": WATCH_SECONDS,
         }  # fmt: skip
         try:
             with anyio.fail_after(WATCH_SECONDS + REQUEST_TIMEOUT):
@@ -175,52 +174,10 @@ class Cluster:
         async with socket:
             yield ExecStream(socket)
 
-    # Lease.
-
-    async def read_lease(self, name: str) -> dict[str, Any] | None:
-        """A lease, or None when there is none."""
-        try:
-            return await self.call("GET", self.path("leases", name, group=LEASES))
-        except SandboxLost:
-            return None
-
-    async def write_lease(self, name: str, holder: str, seconds: int, old: dict[str, Any] | None) -> None:
-        """Take or renew it. SandboxUnavailable when somebody else was faster."""
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        spec = {"holderIdentity": holder, "leaseDurationSeconds": seconds, "renewTime": now}
-        metadata: dict[str, Any] = {"name": name, "labels": {MANAGED: "skyenv"}}
-        if old is None:
-            lease = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": spec}
-            await self.call("POST", self.path("leases", group=LEASES), body=lease)
-        else:
-            await self.call("PUT", self.path("leases", name, group=LEASES), body={**old, "spec": spec})
-
-    async def list_leases(self) -> list[dict[str, Any]]:
-        """Every lease of ours."""
-        listing = await self.call("GET", self.path("leases", group=LEASES), query={"labelSelector": _SELECTOR})
-        leases: list[dict[str, Any]] = listing["items"]
-        return leases
-
-    async def delete_lease(self, name: str) -> None:
-        """Give it up. Idempotent."""
-        try:
-            await self.call("DELETE", self.path("leases", name, group=LEASES))
-        except SandboxLost:
-            pass
-
 
 def _own_namespace() -> str | None:
     """The namespace of the pod that this process runs in, if it has a service account; None elsewhere."""
     return _NAMESPACE.read_text().strip() if _NAMESPACE.exists() and not os.environ.get("KUBECONFIG") else None
-
-
-LEASES = "apis/coordination.k8s.io/v1"
-
-
-def lease_age(lease: dict[str, Any]) -> float:
-    """Seconds since its holder renewed it, by this machine's clock."""
-    renewed = datetime.fromisoformat(lease["spec"]["renewTime"].replace("Z", "+00:00"))
-    return (datetime.now(UTC) - renewed).total_seconds()
 
 
 class ExecStream(ByteStream):

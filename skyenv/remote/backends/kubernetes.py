@@ -28,7 +28,8 @@ from skyenv.errors import ConfigError, SandboxError, SandboxLost, SandboxUnavail
 from skyenv.remote import portable
 from skyenv.remote.backends import Held, Record, Stats, pods
 from skyenv.remote.backends.claims import Claims
-from skyenv.remote.backends.cluster import Cluster, connect, lease_age
+from skyenv.remote.backends.cluster import Cluster, connect
+from skyenv.remote.backends.leases import NodeLease
 from skyenv.remote.backends.local import DEFAULT_ENV
 from skyenv.remote.backends.pods import KubernetesOptions, Pod, Wanted
 from skyenv.remote.link import Line, Link
@@ -36,7 +37,6 @@ from skyenv.remote.pipes import CHUNK, receiving, sending
 from skyenv.remote.protocol import CreateRequest
 from skyenv.remote.tasks import background_tasks
 
-LEASE_SECONDS, LEASE_EVERY = 12, 3.0
 SWEEP_EVERY = 30.0
 MEET_TIMEOUT = 30.0
 COPY_TIMEOUT = 600.0
@@ -65,7 +65,7 @@ class KubernetesBackend:
         self._cluster: Cluster | None = None
         self._claims: Claims | None = None
         self._group: TaskGroup | None = None
-        self._holder = secrets.token_hex(8)
+        self._leased: NodeLease | None = None
         self._links: dict[str, Link] = {}
         self._env: dict[str, dict[str, str]] = {}
         self._pods: dict[str, str] = {}
@@ -78,8 +78,9 @@ class KubernetesBackend:
     async def open(self) -> AsyncIterator[None]:
         """Hold the node's lease, watch its pods, adopt those that live; at the end all of them go."""
         async with connect(self._options.namespace) as self._cluster, background_tasks() as self._group:
-            await self._take_lease()
-            self._group.start_soon(self._renew_lease)
+            self._leased = NodeLease(self._cluster, self._options.node)
+            await self._lease.take()
+            self._group.start_soon(self._lease.renew)
             await self._group.start(self._cluster.watch)
             self._claims = Claims(self._cluster, self._options)
             self._state = await anyio.to_thread.run_sync(self._make_state)
@@ -92,6 +93,12 @@ class KubernetesBackend:
                     await self._end_all()
                 await anyio.to_thread.run_sync(lambda: shutil.rmtree(self._state, ignore_errors=True))
 
+    @property
+    def _lease(self) -> NodeLease:
+        if self._leased is None:
+            raise ConfigError("the backend is not open")
+        return self._leased
+
     def _make_state(self) -> Path:
         if self._options.state is not None:
             Path(self._options.state).mkdir(parents=True, exist_ok=True)
@@ -103,41 +110,13 @@ class KubernetesBackend:
             raise ConfigError("the backend is not open")
         return self._cluster
 
-    # The lease: one live node server a name, and a sign for others when it is gone.
-
-    @property
-    def _lease(self) -> str:
-        return f"skyenv-{self._options.node}"
-
-    async def _take_lease(self) -> None:
-        """ConfigError when another live node server has this name; a dead one's lease runs out while we wait."""
-        deadline = anyio.current_time() + 2 * LEASE_SECONDS
-        seen = await self._api.read_lease(self._lease)
-        while seen is not None and lease_age(seen) < LEASE_SECONDS:
-            await anyio.sleep(1.0)
-            now = await self._api.read_lease(self._lease)
-            renewed = now is not None and now["spec"]["renewTime"] != seen["spec"]["renewTime"]
-            if renewed or anyio.current_time() > deadline:
-                raise ConfigError(f"a node server named {self._options.node!r} is alive; give this one another name")
-            seen = now
-        await self._api.write_lease(self._lease, self._holder, LEASE_SECONDS, seen)
-
-    async def _renew_lease(self) -> None:
-        while True:
-            await anyio.sleep(LEASE_EVERY)
-            try:
-                lease = await self._api.read_lease(self._lease)
-                await self._api.write_lease(self._lease, self._holder, LEASE_SECONDS, lease)
-            except SandboxError:
-                continue
-
     async def _end_all(self) -> None:
         for link in list(self._links.values()):
             link.close("the node is closing")
         async with anyio.create_task_group() as group:
             for pod in self._api.of_node(self._options.node):
                 group.start_soon(self._api.delete_pod, pod["metadata"]["name"])
-        await self._api.delete_lease(self._lease)
+        await self._lease.give_up()
 
     # Pods that others made.
 
@@ -163,12 +142,12 @@ class KubernetesBackend:
 
     async def sweep(self) -> list[str]:
         """Delete the pods of node servers that have been away for longer than their pods wait; returns their names."""
-        ages = {lease["metadata"]["name"]: lease_age(lease) for lease in await self._api.list_leases()}
+        expired = await self._lease.expired()
         doomed = []
         for pod in list(self._api.pods.values()):
             metadata = pod["metadata"]
             node, patience = metadata["labels"].get(pods.NODE), metadata["annotations"].get(pods.PATIENCE)
-            away = ages.get(f"skyenv-{node}", float("inf")) - LEASE_SECONDS
+            away = expired.get(str(node), float("inf"))
             if patience is not None and node != self._options.node and away > float(patience):
                 await self._api.delete_pod(metadata["name"])
                 doomed.append(metadata["name"])

@@ -38,7 +38,7 @@ CODE = "import sys; sys.path.insert(0, sys.argv.pop(1)); from inside.{module} im
 PREFIX = "skyenv-"
 CLOSE_TIMEOUT = 20.0
 GROUPS_TIMEOUT = 2.0
-FREEZE_TIMEOUT = 2.0
+FREEZE_TIMEOUT = 10.0
 ADOPT_TIMEOUT = 30.0
 
 

@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import socket
-import time
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NoReturn
@@ -29,6 +28,7 @@ from .tunnel import Tunnels
 from .wire import Connection, Frame
 
 REPORT = 1 << 15
+STOP_WITHIN = 5.0
 
 
 class Init:
@@ -132,9 +132,10 @@ class Init:
             self._hang_up()
             self.control = Connection(socket.socket(fileno=fds[0]))
         elif word == b"f":
-            self._stop()
+            told, all_stopped = processes.stop_all(self.guests, STOP_WITHIN)
+            self.frozen |= told
             self.shell.held = True
-            self.lifeline.send(word)
+            self.lifeline.send(word if all_stopped else b"n")
         else:  # it was frozen for so many seconds
             self.shell.shift(float(word[1:]))
             if word.startswith(b"t"):
@@ -335,19 +336,6 @@ class Init:
         os.close(reader)
         killed = {"error": {"code": "lost", "message": "the file operation was killed"}}
         reply(json.loads(report) if report else killed, b"")
-
-    def _stop(self) -> None:
-        """Stop everything inside but this process, where no freezer does it."""
-        me, deadline = os.getpid(), time.monotonic() + 2.0
-        while time.monotonic() < deadline:
-            table = processes.scan()
-            others = processes.descendants(me, table) - set(self.guests)
-            moving = {pid for pid in others if table[pid].state not in "Tt"}
-            if not moving:
-                break
-            processes.send(moving, signal.SIGSTOP)
-            self.frozen |= moving
-            time.sleep(0.001)
 
 
 def _refuse(reply: Reply, code: str, message: str) -> None:

@@ -36,7 +36,7 @@ KEY_BYTES, EPOCH_BYTES = 32, 16
 SILENCE = 60.0
 PING_EVERY = 15.0
 CHUNK = 1 << 16
-LIFELINE_TIMEOUT = 3.0
+LIFELINE_TIMEOUT = 15.0  # longer than an init tries to stop what is inside
 LAST_WORDS = 0.05
 _OURS = ("SKYENV_", "KUBERNETES_", "LD_PRELOAD", "LD_LIBRARY_PATH")
 
@@ -252,7 +252,9 @@ class Keeper:
     def _stop(self) -> dict[str, Any]:
         if self.stopped is None:
             self.stopped = time.monotonic()
-            self._tell(b"f", b"f")
+            if self._tell(b"f", b"fn") == b"n":
+                self._go()
+                return {"error": "something inside did not stop"}
         return {}
 
     def _go(self) -> dict[str, Any]:
@@ -262,10 +264,11 @@ class Keeper:
             self.stopped = None
         return {}
 
-    def _tell(self, word: bytes, answer: bytes) -> None:
+    def _tell(self, word: bytes, answers: bytes) -> bytes:
         self.lifeline.send(word)
-        while self.lifeline.recv(16) != answer:
+        while (answer := self.lifeline.recv(16)) not in answers:
             continue
+        return answer
 
     def _start(self, number: int, verb: str, since: str) -> None:
         """Run `tree` in a program of its own; its report is the answer."""

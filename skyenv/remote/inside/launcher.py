@@ -278,12 +278,13 @@ class Launcher:
         held.freezing.append(asker)
 
     def _froze(self, held: Held) -> None:
-        """An init without freezer did as it was told; what it says is only that."""
+        """An init without freezer did as it was told, or could not."""
+        word = b""
         with contextlib.suppress(OSError):
-            held.lifeline.recv(16)
+            word = held.lifeline.recv(16)
         self.poller.unregister(held.lifeline.fileno())
         for asker in held.freezing:
-            self._reply(asker, {"done": True})
+            self._reply(asker, {"done": word != b"n"})
         held.freezing.clear()
 
     def _destroy(self, asker: Asker, header: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -83,6 +84,25 @@ def kill_all(spared: Collection[int] = (), known: Collection[int] = ()) -> None:
         send(fresh, signal.SIGSTOP)
         stopped |= fresh
     send(stopped, signal.SIGKILL)
+
+
+def stop_all(spared: Collection[int], within: float) -> tuple[set[int], bool]:
+    """Stop everything below this process but `spared`; what was told to, and whether all did within so many seconds.
+
+    A process that was told and waits in the kernel counts: it returns from there into its stop (after vfork it waits
+    for a child that may have been stopped too).
+    """
+    told: set[int] = set()
+    deadline = time.monotonic() + within
+    while True:
+        table = scan()
+        below = descendants(os.getpid(), table) - set(spared)
+        moving = {pid for pid in below if table[pid].state not in ("TtD" if pid in told else "Tt")}
+        if not moving or time.monotonic() > deadline:
+            return told, not moving
+        send(moving, signal.SIGSTOP)
+        told |= moving
+        time.sleep(0.001)
 
 
 def become(

@@ -142,11 +142,11 @@ async def program() -> Any:
 
 
 async def failures() -> Any:
-    look = CALL(ToolCall("execute_bash", {"command": "sleep 5"}))
+    look = CALL(ToolCall("execute_bash", {"command": "sleep 300"}))
     return {
         "provider": await episode(environment(), Chat("", status=400)),
         "limit": await episode(with_agent(max_turns=1), Chat(CALL(ToolCall("execute_bash", {"command": "ls"})))),
-        "timeout": await episode(with_agent(timeout={"rollout": 1.0}), Chat(look)),
+        "timeout": await episode(with_agent(timeout={"rollout": 8.0}), Chat(look)),
         "finished": await episode(environment(), Chat(CALL(ToolCall("finish", {}))), max_tokens=64),
         "ungraded": await episode(with_agent(f"{__spec__.name}:ungraded"), Chat(CALL(ToolCall("finish", {})))),
     }
