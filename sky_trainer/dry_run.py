@@ -18,14 +18,16 @@ from anyio.from_thread import start_blocking_portal
 import skyenv
 from sky_trainer.assembly import choose_tasks, make_format, make_renderer
 from sky_trainer.config import Config
-from sky_trainer.curriculum import Plan, make_plan
+from sky_trainer.curriculum import Plan
 from sky_trainer.environments import environment_of
 from sky_trainer.feasible import disk_of, memory_of, precision_of
 from sky_trainer.gpus import Gpus
 from sky_trainer.layout import Layout, Machine, layout_of
 from sky_trainer.memory import Shape, shape_of
-from sky_trainer.models import load_tokenizer
+from sky_trainer.models import beyond_positions, load_tokenizer
 from sky_trainer.rollouts import call, opened
+from sky_trainer.run import planned
+from sky_trainer.sections.launch import check_adapter_options
 from sky_trainer.sections.lora import with_adapters
 from sky_trainer.shapes import model_config, without_weights
 from sky_trainer.stand_ins import stand_in_tokenizer
@@ -134,7 +136,7 @@ def _tasks(config: Config, built: _Built) -> str:
 
     if built.args is None:
         raise _Needs("algorithm")
-    built.plan = plan = make_plan(config, *grpo.batch_shape(built.args))
+    built.plan = plan = planned(config, *grpo.batch_shape(built.args))
     text = "; then ".join(f"{len(stage.tasks)} for {stage.batches} batches" for stage in plan.stages)
     if config.evaluation.every:
         evaluated = choose_tasks(config.evaluation.tasks)
@@ -154,7 +156,9 @@ def _model(config: Config, gpus: Gpus, built: _Built) -> str:
     built.shape = shape = shape_of(built.model)
     kind = built.model.config.get_text_config().model_type
     trained = "all of them trained" if shape.trainable == shape.parameters else f"{_millions(shape.trainable)} trained"
-    return f"{config.model.path}, {kind} from {source}: {_millions(shape.parameters)} parameters, {trained}"
+    beyond = beyond_positions(built.model.config, _longest(config, built))
+    told = f"{config.model.path}, {kind} from {source}: {_millions(shape.parameters)} parameters, {trained}"
+    return f"{told}; {beyond}" if beyond else told
 
 
 def _tiny(config: Config, built: _Built) -> tuple[Any, Any]:
@@ -168,6 +172,8 @@ def _tiny(config: Config, built: _Built) -> tuple[Any, Any]:
 
 def _tokenizer(config: Config, gpus: Gpus, built: _Built) -> str:
     source = "of the model"
+    if built.tokenizer is None and config.model.path == "tiny":
+        raise _Needs("model")
     if built.tokenizer is None:
         try:
             built.tokenizer = load_tokenizer(config.model.path)
@@ -225,7 +231,12 @@ def _sandbox(config: Config, built: _Built) -> str:
             finally:
                 await env.aclose()
 
-        call(portal, set_up)
+        try:
+            call(portal, set_up)
+        except SkyEnvError as error:
+            if config.sandbox.url is None:
+                raise
+            raise SkyEnvError(f"{error}; start that server (skyenv serve), or correct sandbox.url") from error
     where = config.sandbox.url or "sandboxes of this process"
     return f"{where}; {task.task_id} was set up"
 
@@ -238,13 +249,17 @@ def _engine(config: Config, gpus: Gpus, built: _Built) -> str:
     if built.renderer is None:
         raise _Needs("template")
     with start_blocking_portal() as portal:
-        names = [call(portal, _ask, config, url, built.renderer) for url in config.engine.urls]
+        try:
+            names = [call(portal, _ask, config, url, built.renderer) for url in config.engine.urls]
+        except EngineError as error:
+            raise EngineError(f"{error}; start that server, or correct engine.urls") from error
     return f"{len(names)} x {config.engine.kind} answered with ids and log probabilities: {', '.join(names)}"
 
 
 def _servers(config: Config, gpus: Gpus) -> str:
     """From where servers are started. ConfigError when that is not there, or its packages do not fit."""
     launch = config.launch
+    check_adapter_options(config.engine, launch, config.lora)
     if launch.program == "transformers":
         return "sky_trainer serve-engine of this environment"
     if gpus.kind == "assumed":

@@ -39,6 +39,7 @@ from trl.trainer.utils import split_tensor_dict
 
 from sky_trainer import files
 from sky_trainer.advantages import AdvantageConfig, AdvantageRules, Scale
+from sky_trainer.algorithm import check_algorithm
 from sky_trainer.batch import Batch, Shape, make_batch, summary
 from sky_trainer.config import Config
 from sky_trainer.filters import Collect, FilterConfig, silent, unmasked
@@ -141,11 +142,9 @@ def grpo_config(config: Config) -> GRPOConfig:
     }
     try:
         made = GRPOConfig(**values)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ImportError, OSError) as error:
         raise ConfigError(f"grpo: {' '.join(str(error).split())}") from error
-    bound = made.epsilon if made.epsilon_high is None else made.epsilon_high
-    if made.loss_type == "cispo" and bound < 1:
-        raise ConfigError(f"grpo.epsilon_high is {bound}; with loss_type cispo it bounds the ratio itself, write 5.0")
+    check_algorithm(made)
     return made
 
 

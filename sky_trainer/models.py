@@ -13,10 +13,11 @@ def load_tokenizer(path: str) -> Any:
     """The tokenizer of a directory or hub name. ConfigError when there is none."""
     from transformers import AutoTokenizer
 
+    check_place(path)
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path!r}: no tokenizer to load: {_first_line(error)}") from error
+        raise ConfigError(f"model {path!r}: no tokenizer to load: {first_line(error)}") from error
 
 
 def load_model(path: str, dtype: str = "float32", base: str = "") -> Any:
@@ -28,6 +29,7 @@ def load_model(path: str, dtype: str = "float32", base: str = "") -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.peft_utils import find_adapter_config_file
 
+    check_place(path)
     path = str(Path(path).absolute()) if Path(path).is_dir() else path
     try:
         adapter = find_adapter_config_file(path)
@@ -36,7 +38,31 @@ def load_model(path: str, dtype: str = "float32", base: str = "") -> Any:
         below = base or _base_of(path, json.loads(Path(adapter).read_bytes())["base_model_name_or_path"])
         return _with_adapter(path, below, dtype)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {path!r}: cannot be loaded: {_first_line(error)}") from error
+        raise ConfigError(f"model {path!r}: cannot be loaded: {first_line(error)}") from error
+
+
+def check_place(path: str) -> None:
+    """ConfigError where a path of this machine holds no model, which libraries take for an odd name of the hub."""
+    there = Path(path)
+    if there.is_dir() and not any((there / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise ConfigError(f"model {path!r}: that directory holds no config.json; name one that a model was saved to")
+    if not there.is_dir() and (there.is_absolute() or path.startswith((".", "~"))):
+        raise ConfigError(f"model {path!r}: there is no such directory")
+
+
+def beyond_positions(config: Any, longest: int) -> str:
+    """A warning where episodes may be longer than what a model knows positions for; nothing else would say so."""
+    text = config.get_text_config()
+    known = getattr(text, "max_position_embeddings", None)
+    scaling = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    if known and scaling.get("factor") and scaling.get("original_max_position_embeddings"):
+        known = max(known, int(scaling["factor"] * scaling["original_max_position_embeddings"]))
+    if not known or longest <= known:
+        return ""
+    return (
+        f"rollout.max_context is {longest}, but the model knows {known} positions: lower it, or name a model whose"
+        " config.json scales them (rope_parameters)"
+    )
 
 
 def _base_of(path: str, noted: str) -> str:
@@ -69,5 +95,9 @@ def on_best_device(model: Any) -> Any:
     return model.to("cuda") if torch.cuda.is_available() else model
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def first_line(error: Exception) -> str:
+    """What a library says of a model that it did not find, and what helps where it had no network."""
+    told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if "connect" not in told:
+        return told
+    return f"{told.rstrip('.')}; fetch it where there is a network (HF_HOME), or name a directory"

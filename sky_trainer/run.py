@@ -31,6 +31,7 @@ from sky_trainer.following import check_ranks, follow
 from sky_trainer.identity import prepare_directory
 from sky_trainer.in_loop import InLoop
 from sky_trainer.metering import Metering
+from sky_trainer.models import beyond_positions
 from sky_trainer.peers import watched_ranks
 from sky_trainer.record import (
     RunRecord,
@@ -131,6 +132,9 @@ def take_steps(config: Config, display: Display, prepared: Prepared) -> None:
         portal = stack.enter_context(start_blocking_portal())
         provider = stack.enter_context(opened(portal, skyenv.connect(config.sandbox.url, config.sandbox.token)))
         model, tokenizer = starting_policy(config, plan.tasks, Sandboxes(portal, provider), display)
+        beyond = beyond_positions(model.config, max(stage.rollout.max_context for stage in plan.stages))
+        if beyond:
+            display.stage(beyond)
         args.distributed_state.wait_for_everyone()
         model = with_adapters(model, config.lora)
         renderer = make_renderer(tokenizer, config.rollout)

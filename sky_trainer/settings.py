@@ -229,7 +229,8 @@ def foreign_options(
         if key not in fields:
             known = [f"{section}.{name}" for name in fields if name not in owned]
             raise ConfigError(unknown_key(f"{section}.{key}", known))
-        checked[key] = _like(f"{section}.{key}", fields[key].default, value)
+        listed = isinstance(value, list) and "list" in str(fields[key].type)
+        checked[key] = value if listed else _like(f"{section}.{key}", fields[key].default, value)
     return checked
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from sky_trainer.models import check_place, first_line
 from skyenv.errors import ConfigError
 
 _QWEN = {"hidden_act": "silu", "tie_word_embeddings": False, "head_dim": 128, "num_key_value_heads": 8}
@@ -91,12 +92,12 @@ def model_config(path: str, *, published: bool = False) -> tuple[Any, str]:
     from transformers import AutoConfig
 
     known = PUBLISHED.get(path) if published else None
+    check_place(path)
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         if known is None:
-            first = (str(error).strip().splitlines() or ["unknown"])[0]
-            raise ConfigError(f"model.path {path!r}: no configuration to read: {first}") from error
+            raise ConfigError(f"model.path {path!r}: no configuration to read: {first_line(error)}") from error
         values = dict(known.values)
         return AutoConfig.for_model(known.kind, **values), "published shapes, as the hub is not reachable"
     return config, "its directory" if Path(path).is_dir() else "the hub"

@@ -22,6 +22,7 @@ from typing import Self
 
 from sky_trainer.config import Config
 from sky_trainer.environments import ensure_environment
+from sky_trainer.sections.launch import check_adapter_options
 from sky_trainer.sync.ranks import is_main, share
 from sky_trainer.weights import WeightSync, WeightSyncFailed
 from skyenv.engines.starting import RunningServer, ServerSpec, free_port, last_lines, start
@@ -198,6 +199,7 @@ def server_specs(config: Config, model: str, python: str) -> list[ServerSpec]:
     """The servers that the configuration asks for, serving `model`, a directory or hub name."""
     launch, engine = config.launch, config.engine
     assert engine.kind != "embedded"
+    check_adapter_options(engine, launch, config.lora)
     kind = OwnServerSpec if launch.program == "transformers" else ServerSpec
     specs = []
     for number in range(launch.servers):

@@ -75,7 +75,11 @@ def check_delivery(engine: EngineConfig, launch: LaunchConfig, lora: LoraConfig)
         raise ConfigError("engine.sync is lora, but lora.rank is 0: there is no adapter; set it, or write disk")
     if lora.whole:
         raise ConfigError("engine.sync is lora, which carries adapters alone, and lora.whole is set; write disk")
-    if not launch.servers or engine.kind != "vllm":
+
+
+def check_adapter_options(engine: EngineConfig, launch: LaunchConfig, lora: LoraConfig) -> None:
+    """Raise ConfigError where a vLLM that the run starts would refuse the run's adapters."""
+    if engine.sync != "lora" or engine.kind != "vllm":
         return
     if "--enable-lora" not in launch.options:
         raise ConfigError("launch.options: vLLM takes adapters with --enable-lora --max-loras 2 alone; add them")

@@ -14,7 +14,7 @@ class ModelConfig:
     """`path`: a directory or hub name of a causal LM, or `tiny` to make one here (`hidden`, `layers`, `vocab`)."""
 
     path: str = "tiny"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     hidden: int = 128
     layers: int = 2
     vocab: int = 1024

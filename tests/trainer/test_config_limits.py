@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from sky_trainer.config import from_mapping, load
+from sky_trainer.supervise import server_specs
 from skyenv.errors import ConfigError
 
 VLLM = {"kind": "vllm", "urls": ["http://127.0.0.1:8000"]}
-LAUNCHED = {"servers": 1, "environment": "venv", "options": ["--enable-lora"]}
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ LAUNCHED = {"servers": 1, "environment": "venv", "options": ["--enable-lora"]}
         ({"cpu_threads": -1}, "cpu_threads is -1; it must be at least 0"),
         ({"sized_for": "8xH1000"}, "sized_for: "),
         ({"model": {"path": ""}}, "model.path is empty; name a directory or a model of the hub, or tiny"),
-        ({"model": {"dtype": "fp32"}}, "model.dtype is 'fp32'; it must be one of auto, float32, bfloat16, float16"),
+        ({"model": {"dtype": "fp32"}}, "model.dtype is 'fp32'; it must be one of float32, bfloat16, float16"),
         ({"model": {"hidden": 30}}, "model.hidden is 30; it must be a multiple of 8"),
         ({"model": {"hidden": 0}}, "model.hidden is 0; it must be at least 8"),
         ({"model": {"layers": 0}}, "model.layers is 0; it must be at least 1"),
@@ -49,27 +49,31 @@ LAUNCHED = {"servers": 1, "environment": "venv", "options": ["--enable-lora"]}
             {"engine": {**VLLM, "sync": "lora"}, "lora": {"rank": 8, "whole": ["lm_head"]}},
             "engine.sync is lora, which carries adapters alone, and lora.whole is set",
         ),
-        (
-            {"engine": {"kind": "vllm", "sync": "lora"}, "lora": {"rank": 8}, "launch": {**LAUNCHED, "options": []}},
-            "launch.options: vLLM takes adapters with --enable-lora",
-        ),
-        (
-            {"engine": {"kind": "vllm", "sync": "lora"}, "lora": {"rank": 32}, "launch": LAUNCHED},
-            "lora.rank is 32, but vLLM takes up to 16; add --max-lora-rank 32 to launch.options",
-        ),
-        (
-            {
-                "engine": {"kind": "vllm", "sync": "lora"},
-                "lora": {"rank": 32},
-                "launch": {**LAUNCHED, "options": ["--enable-lora", "--max-lora-rank=8"]},
-            },
-            "lora.rank is 32, but vLLM takes up to 8",
-        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(data)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "options", "message"),
+    [
+        (8, [], "launch.options: vLLM takes adapters with --enable-lora"),
+        (32, ["--enable-lora"], "lora.rank is 32, but vLLM takes up to 16; add --max-lora-rank 32 to launch.options"),
+        (32, ["--enable-lora", "--max-lora-rank=8"], "lora.rank is 32, but vLLM takes up to 8"),
+        (32, ["--enable-lora", "--max-lora-rank", "32"], ""),
+    ],
+)
+def test_a_server_that_would_refuse_the_adapter_is_not_started(rank: int, options: list[str], message: str) -> None:
+    launch = {"servers": 1, "environment": "venv", "options": options}
+    config = from_mapping({"engine": {"kind": "vllm", "sync": "lora"}, "lora": {"rank": rank}, "launch": launch})
+    if not message:
+        assert len(server_specs(config, "model", "python")) == 1
+        return
+    with pytest.raises(ConfigError) as caught:
+        server_specs(config, "model", "python")
     assert message in str(caught.value)
 
 

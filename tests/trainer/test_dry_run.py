@@ -242,6 +242,9 @@ REMOTE = ["--engine.kind", "vllm", "--engine.urls"]
         (["--lora.rank", "0", "--grpo.learning_rate", "1e-6"], "precision", "write float32 and grpo.bf16 true"),
         (["--rollout.max_context", "1500"], "prompts", "leaves 988 tokens for a prompt"),
         (["--model.path", "acme/none"], "model", "model.path 'acme/none'"),
+        (["--model.path", "./none"], "model", "model './none': there is no such directory"),
+        (["--engine.kind", "vllm", "--engine.urls", "http://127.0.0.1:9"], "engine", "or correct engine.urls"),
+        (["--grpo.loss_type", "grp"], "algorithm", "it must be one of grpo"),
         (["--grpo.lerning_rate", "1"], "algorithm", "did you mean 'grpo.learning_rate'"),
         (["--rollout.template_options.thnking", "true"], "template", "has no such variable"),
         (["--tasks.source", "mutatd"], "tasks", "did you mean"),
@@ -255,6 +258,12 @@ def test_what_is_wrong_is_named(words: list[str], check: str, message: str, smal
     assert message in findings[check].found
     failed = {finding.name for finding in findings.values() if finding.ok is False}
     assert failed <= {check, "tokenizer", "sandbox"}  # an unknown model has no tokenizer, a wrong option no sandbox
+
+
+def test_more_context_than_the_model_has_positions_is_said(small: Path, tmp_path: Path) -> None:
+    found = checked(small, tmp_path, "--rollout.max_context", "9000")["model"].found
+    assert "rollout.max_context is 9000, but the model knows 8192 positions: lower it" in found
+    assert "positions" not in checked(small, tmp_path, "--rollout.max_context", "8192")["model"].found
 
 
 @pytest.mark.parametrize(
