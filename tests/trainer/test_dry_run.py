@@ -178,7 +178,8 @@ def test_a_worker_without_cpus_left_is_named() -> None:
 
 
 def test_a_server_too_small_for_the_model_says_how_many_gpus_it_needs() -> None:
-    config = load(recipe("swe-32b-lora"), ["--launch.options", "[]", "--launch.gpus", "['4', '5']"])
+    options = "['--enable-lora', '--max-lora-rank', '32', '--max-loras', '2']"  # and no --tensor-parallel-size
+    config = load(recipe("swe-32b-lora"), ["--launch.options", options, "--launch.gpus", "['4', '5']"])
     args = grpo_config(dataclasses.replace(config, grpo={**config.grpo, "use_cpu": True}))
     shape = shape_of(without_weights(model_config("Qwen/Qwen3-32B", published=True)[0]))
     layout = layout_of(config, assumed("8xH100"))
