@@ -6,7 +6,6 @@ Status: 0 fine, 1 something did not work out, 2 the input is wrong, 130 interrup
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 import warnings
@@ -29,6 +28,7 @@ from sky_trainer.commands import (
 )
 from sky_trainer.commands.output import print_error
 from skyenv.errors import ConfigError, SkyEnvError
+from skyenv.version import version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sky_trainer", description="Train tool-using language models with GRPO in real sandboxes."
     )
-    parser.add_argument("--version", action="version", version=importlib.metadata.version("skyenv"))
+    parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for module in (demo, sft, train, launch, export, evaluate, rollout, select, show, timeline, serve_engine, doctor):
         module.add(commands)

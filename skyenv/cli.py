@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 from collections.abc import Sequence
 
 from skyenv.commands import gateway, serve, tasks, top
 from skyenv.commands.output import print_error
 from skyenv.errors import SkyEnvError
+from skyenv.version import version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = argparse.ArgumentParser(prog="skyenv", description="Sandboxes and tasks for training tool-using models.")
-    parser.add_argument("--version", action="version", version=importlib.metadata.version("skyenv"))
+    parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in (serve, gateway, top, tasks):
         command.add(commands)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,16 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 def test_version(program: str) -> None:
     answer = subprocess.run([PROGRAM.parent / program, "--version"], capture_output=True, text=True, check=True)
     assert answer.stdout == importlib.metadata.version("skyenv") + "\n"
+
+
+def test_sources_that_nobody_installed_run(tmp_path: Path) -> None:
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if "skyenv" not in entry.name:
+            (tmp_path / entry.name).symlink_to(entry)
+    paths = {"PYTHONPATH": f"{Path(skyenv.__file__).parents[1]}:{tmp_path}", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-S", "-m", "skyenv.cli", "--version"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, env=paths, cwd=tmp_path)
+    assert (answer.returncode, answer.stdout) == (0, "unknown: run from sources\n"), answer.stderr
 
 
 def test_list_and_show() -> None:
