@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 from sky_trainer.peers import Watch, watched_ranks
-
-from .test_distributed import free_port
+from tests.ports import free_port
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -32,7 +31,7 @@ def rank(number, port, loser, what, where, out):
     dist.init_process_group("gloo")
     ended = "nothing"
     try:
-        with peers.watched_ranks(2.0 if what is freeze else 60.0):
+        with peers.watched_ranks(6.0 if what is freeze else 60.0):
             dist.barrier()
             what() if number == loser else leave() if what is leave else where()
     except (peers.RankLost, ConfigError) as error:
@@ -63,7 +62,7 @@ LOST = "RankLost: {}; start the run again, it goes on from its newest checkpoint
 def test_the_others_end_and_say_why(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(SCRIPT)
-    words = [sys.executable, str(script), str(tmp_path), *(free_port() for _ in range(8))]
+    words = [sys.executable, str(script), str(tmp_path), *(str(free_port()) for _ in range(8))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     _, errors = process.communicate(timeout=300)
@@ -71,12 +70,12 @@ def test_the_others_end_and_say_why(tmp_path: Path) -> None:
     said = {path.name: path.read_text() for path in tmp_path.iterdir() if path != script}
     in_c = said.pop("0.freeze.collective.1", None)  # where no interrupt reaches: it was ended from outside
     assert in_c is None
-    assert LOST.format("rank 0 gave no sign of life for 2 s").removeprefix("RankLost: ") in errors
+    assert LOST.format("rank 0 gave no sign of life for 6 s").removeprefix("RankLost: ") in errors
     assert said == {
         "0.die.plain.1": LOST.format("rank 0 died"),
         "1.die.collective.0": LOST.format("rank 1 died"),
-        "0.freeze.plain.1": LOST.format("rank 0 gave no sign of life for 2 s"),
-        "1.freeze.plain.0": LOST.format("rank 1 gave no sign of life for 2 s"),
+        "0.freeze.plain.1": LOST.format("rank 0 gave no sign of life for 6 s"),
+        "1.freeze.plain.0": LOST.format("rank 1 gave no sign of life for 6 s"),
         "0.refuse.collective.0": "ConfigError: out: holds other files",
         "0.refuse.collective.1": LOST.format("rank 0 ended with ConfigError: out: holds other files"),
         "1.refuse.plain.0": LOST.format("rank 1 ended with ConfigError: out: holds other files"),
