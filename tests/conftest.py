@@ -27,11 +27,9 @@ from skyenv.engines.control import control_of
 from skyenv.engines.openai import OpenAIEngine
 from tests.engines.serve import ENVIRONMENTS, READY_WITHIN
 
-# Jobs that a script starts in the background, as `.ci/services --lanes` does, ignore these signals, and so would every
-# process that a test starts and then ends by one.
-for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
-    if signal.getsignal(ignored) is signal.SIG_IGN:
-        signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
+# A job that a script starts in the background, as `.ci/services --lanes` does, ignores interrupts, and so would every
+# process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How fast examples are made says how busy the machine is, not whether the code is right. Each run tries the same
 # examples, unless SKYENV_RANDOM_EXAMPLES is set to look for others.
@@ -42,9 +40,6 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("busy machine")
-
-# A script's background job ignores interrupts, and so would every program that the tests start and interrupt.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Flavour = Literal["vllm", "sglang"]
 VARIABLES = {"vllm": "SKYENV_VLLM_URL", "sglang": "SKYENV_SGLANG_URL"}
