@@ -44,12 +44,6 @@ class SGLangControl(ControlledServer):
         await self._update("/update_weights_from_disk", {"model_path": path, **self._update_options(version)})
         self.installed(version)
 
-    async def load_tensors(self, payloads: Sequence[str], version: int) -> None:
-        """Take tensors that `sglang.srt.utils.MultiprocessingSerializer` serialised, base64, one payload a worker."""
-        body = {"serialized_named_tensors": list(payloads), **self._update_options(version)}
-        await self._update("/update_weights_from_tensor", body)
-        self.installed(version)
-
     async def load_adapter(self, name: str, path: str) -> None:
         """Needs `--enable-lora` and its bounds on rank and targets."""
         await self._update("/load_lora_adapter", {"lora_name": name, "lora_path": path})
