@@ -189,7 +189,7 @@ def from_mapping(data: Mapping[str, Any], *, training: bool = True) -> Config:
     _check_rollout(config.rollout)
     check_engine(config.engine, launched=config.launch.servers > 0)
     check_launch(config.launch, config.engine)
-    check_delivery(config.engine, config.launch, config.lora)
+    check_delivery(config.engine, config.lora)
     check_ray(config.ray, remote_engine=config.engine.remote, stages=len(config.stages))
     if training:
         _check_curriculum(config)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from sky_trainer.files import partial_of, publish, remove
+from sky_trainer.files import appearing
 from sky_trainer.identity import CONFIG
 from sky_trainer.in_loop import BEST
 from sky_trainer.models import load_model, load_tokenizer
@@ -58,16 +57,10 @@ def export(source: Path, out: Path, *, base: str = "", dtype: str = "auto") -> E
         raise ConfigError(f"--base is for adapters, and {source} holds a whole model; leave it out")
     model, tokenizer = load_model(str(source), dtype, base), load_tokenizer(str(source))
     try:
-        _write(model, tokenizer, out)
+        with appearing(out) as partial:
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
     except OSError as error:
         raise ConfigError(f"cannot write to {out}: {error.strerror or error}") from error
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Exported(source, parameters, str(model.dtype).removeprefix("torch."), merged)
-
-
-def _write(model: Any, tokenizer: Any, out: Path) -> None:
-    partial = partial_of(out)
-    remove(partial)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    publish(partial, out)

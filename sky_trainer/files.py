@@ -39,6 +39,18 @@ def publish(partial: Path, path: Path) -> None:
         partial.replace(path)
 
 
+@contextlib.contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Where to write what becomes `path` once the block ends well; else it is removed. For one process."""
+    partial = partial_of(path)
+    remove(partial)
+    try:
+        yield partial
+        publish(partial, path)
+    finally:
+        remove(partial)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace a file by this text."""
     partial = path.with_name(f"{path.name}{PARTIAL}")

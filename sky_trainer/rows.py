@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from sky_trainer.files import partial_of, publish, remove
+from sky_trainer.files import appearing
 from skyenv.errors import ConfigError
 from skyenv.samples import parts_of
 from skyenv.types import Segment, Trajectory
@@ -45,15 +45,12 @@ def export_rows(path: Path, trajectories: Iterable[Trajectory], kind: RowKind) -
         raise ConfigError(f"--export {path}: no trajectory has sampled ids; text-only servers return none")
     from datasets import Dataset
 
-    partial = partial_of(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        WRITERS[path.suffix](Dataset.from_list(rows), str(partial))
-        publish(partial, path)
+        with appearing(path) as partial:
+            WRITERS[path.suffix](Dataset.from_list(rows), str(partial))
     except OSError as error:
         raise ConfigError(f"--export {path}: {error.strerror or error}") from error
-    finally:
-        remove(partial)
     return len(rows)
 
 

@@ -26,7 +26,7 @@ from sky_trainer.assembly import choose_tasks, make_pipeline, make_renderer, mak
 from sky_trainer.config import Config, RolloutConfig, limited
 from sky_trainer.curriculum import Plan, Stage, make_plan
 from sky_trainer.display import Display
-from sky_trainer.files import partial_of, publish, remove
+from sky_trainer.files import appearing
 from sky_trainer.following import check_ranks, follow
 from sky_trainer.identity import prepare_directory
 from sky_trainer.in_loop import InLoop
@@ -273,10 +273,8 @@ def finish(run_dir: Path, checkpoint: Path) -> None:
     """Export the policy of a run that was killed between its last step and that."""
     if (run_dir / FINAL).exists():
         return
-    partial = partial_of(run_dir / FINAL)
-    remove(partial)
-    shutil.copytree(checkpoint, partial, ignore=shutil.ignore_patterns(*NOT_EXPORTED))
-    publish(partial, run_dir / FINAL)
+    with appearing(run_dir / FINAL) as partial:
+        shutil.copytree(checkpoint, partial, ignore=shutil.ignore_patterns(*NOT_EXPORTED))
 
 
 def outcome(config: Config, started: float) -> Outcome:

@@ -130,14 +130,12 @@ class SkySFTTrainer(SFTTrainer):
             if main:
                 weights[name] = value.cpu()
         if main:
-            partial = files.partial_of(final)
-            files.remove(partial)
-            partial.mkdir(parents=True)
             base = self.accelerator.unwrap_model(self.model).get_base_model()
-            write_checkpoint(partial, weights, base.config)
             assert self.processing_class is not None
-            self.processing_class.save_pretrained(partial)
-            files.publish(partial, final)
+            with files.appearing(final) as partial:
+                partial.mkdir(parents=True)
+                write_checkpoint(partial, weights, base.config)
+                self.processing_class.save_pretrained(partial)
         self.accelerator.wait_for_everyone()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -67,7 +67,7 @@ def check_launch(launch: LaunchConfig, engine: EngineConfig) -> None:
         raise ConfigError("launch.install needs launch.environment, the directory to install into")
 
 
-def check_delivery(engine: EngineConfig, launch: LaunchConfig, lora: LoraConfig) -> None:
+def check_delivery(engine: EngineConfig, lora: LoraConfig) -> None:
     """Raise ConfigError where adapters are to travel alone and cannot."""
     if engine.sync != "lora":
         return
