@@ -33,10 +33,13 @@ class _OnceLoader(yaml.SafeLoader):
         seen: dict[str, int] = {}
         for key, _ in node.value:
             line = key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and seen.setdefault(key.value, line) != line:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in seen:
                 raise yaml.YAMLError(
                     f"{key.value!r} stands twice, in lines {seen[key.value]} and {line}; leave one out"
                 )
+            seen[key.value] = line
         return super().construct_mapping(node, deep)
 
 

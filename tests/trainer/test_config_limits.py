@@ -82,6 +82,7 @@ def test_a_server_that_would_refuse_the_adapter_is_not_started(rank: int, option
     [
         ("steps: 5\nseed: 1\nsteps: 6\n", "'steps' stands twice, in lines 1 and 3; leave one out"),
         ("rollout:\n  group_size: 2\n  group_size: 4\n", "'group_size' stands twice, in lines 2 and 3"),
+        ("rollout: {group_size: 2, group_size: 4}\n", "'group_size' stands twice, in lines 1 and 1"),
         ("rollout:\n\tgroup_size: 2\n", "line 2"),
         ("steps 5\n", "holds a str; write a mapping"),
         ("? [a]\n: 1\n", "not valid YAML"),
